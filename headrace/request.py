@@ -1,0 +1,80 @@
+"""A tokenized request and its outputs: the plain data that crosses between gateway and worker."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from headrace.params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. ``STOP`` covers end tokens and, in the gateway, stop strings."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker needs to run one request, and to continue it after another worker died.
+
+    Attributes:
+        id: the id the client sees.
+        prompt_token_ids: the whole prompt, at least one token.
+        params: shared by all ``n`` sequences.
+        n: number of sequences; their indices are 0 … n-1.
+        priority: smaller runs first (vLLM's convention).
+        key: name of the API key, for fairness between keys ("" without keys).
+        cache_salt: prefixes are shared only between requests with equal salts.
+        emitted: per sequence index, tokens already sent to the client (replay after a worker's death);
+            generation goes on behind them.
+        done: indices of sequences that already ended and must not be run again.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    n: int = 1
+    priority: int = 0
+    key: str = ""
+    cache_salt: str = ""
+    emitted: dict[int, list[int]] = {}
+    done: list[int] = []
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs at one position: the chosen token's own, and the most likely ones, best first.
+
+    ``top`` pairs (token id, logprob). Values are of the model's distribution before temperature and
+    truncation, after penalties and logit bias.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one sequence after one step (or several, merged).
+
+    Attributes:
+        request_id, index: which sequence.
+        token_ids: new tokens in order, the stop token included when one ended the sequence.
+        logprobs: one entry per token when the request asked, else empty.
+        finish_reason: set once, with the sequence's last tokens.
+        cached_tokens: prompt tokens taken from the prefix cache; sent with the first output.
+        prompt_logprobs: with the first output when asked; entry i is of prompt token i (the first is None).
+        error: for ``FinishReason.ERROR``: one line for the client.
+    """
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str = ""

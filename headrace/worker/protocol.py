@@ -1,0 +1,110 @@
+"""Messages between gateway and worker, msgspec-encoded, over one local ZeroMQ socket pair.
+
+The gateway binds, the worker connects. Order within one direction is kept. This module knows no MLX.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.request import EngineRequest, SequenceOutput
+
+# -- gateway -> worker ---------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    """Queue a request. Answered by outputs in later ``StepOutputs``, or by ``Rejected``."""
+
+    request: EngineRequest
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Drop a request, or one sequence of it; its blocks are free after the next step. Unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None
+
+
+class ClearPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget all cached blocks that no request holds."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End now; open requests are dropped (draining is the gateway's business)."""
+
+
+ToWorker = AddRequest | AbortRequest | ClearPrefixCache | Shutdown
+
+# -- worker -> gateway ---------------------------------------------------------------------------------
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State after a step; gauges unless the name says total."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_held: int = 0
+    blocks_cached: int = 0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+    preemptions_total: int = 0
+    step_s: float = 0.0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Loading and warm-up, for the log and for ``/ready``."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The worker can step. ``plan`` is the memory plan in force (bytes and counts by name)."""
+
+    pid: int
+    device: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    attention: str
+    plan: dict[str, int | float | str]
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """A permanent fault at start; the worker exits right after. ``message`` is one line."""
+
+    message: str
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All that one step produced, for every request at once."""
+
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """The request was not queued. Fields as in ``headrace.errors.RequestError``."""
+
+    request_id: str
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent every second from a thread of its own; ``steps_total`` tells progress from mere life."""
+
+    stats: EngineStats
+
+
+ToGateway = LoadProgress | Ready | StartFailed | StepOutputs | Rejected | Heartbeat
