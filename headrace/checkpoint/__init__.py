@@ -1,0 +1,1 @@
+"""Reads model files on disk without MLX and without loading weights: headers, configuration, what fits."""
