@@ -60,6 +60,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one sequence after one step (or several, merged).
 
+    An output without tokens and without a finish reason is a sign of life: the request has left the queue
+    and a chunk of its prompt was computed (it tells waiting from prefilling, for timeouts and metrics).
+
     Attributes:
         request_id, index: which sequence.
         token_ids: new tokens in order, the stop token included when one ended the sequence.

@@ -13,7 +13,7 @@ from headrace.request import EngineRequest, SequenceOutput
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request. Answered by outputs in later ``StepOutputs``, or by ``Rejected``."""
+    """Queue a request. Answered at once by ``Accepted`` or ``Rejected``; outputs follow in ``StepOutputs``."""
 
     request: EngineRequest
 
@@ -91,6 +91,12 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The request is queued; a streaming answer may begin."""
+
+    request_id: str
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """The request was not queued. Fields as in ``headrace.errors.RequestError``."""
 
@@ -99,6 +105,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -107,4 +114,4 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToGateway = LoadProgress | Ready | StartFailed | StepOutputs | Rejected | Heartbeat
+ToGateway = LoadProgress | Ready | StartFailed | StepOutputs | Accepted | Rejected | Heartbeat
