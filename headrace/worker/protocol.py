@@ -7,13 +7,46 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.config import EngineConfig
 from headrace.request import EngineRequest, SequenceOutput
+
+# -- the worker's standard input, first line; then the pipe stays open for as long as the gateway lives ---
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is started with, one line of JSON.
+
+    Attributes:
+        engine: model, limits, memory.
+        endpoint: ZeroMQ address of the gateway's ROUTER socket.
+        token: secret of this one start; the worker's socket identities are made of it, and messages of
+            other peers are dropped.
+        folder: private folder of the gateway; holds the socket and the step record.
+        record: path of the step record (``headrace.worker.step_record``).
+    """
+
+    engine: EngineConfig
+    endpoint: str
+    token: str
+    folder: str
+    record: str
+
+
+def engine_identity(token: str) -> bytes:
+    """Identity of the worker's main socket (both directions)."""
+    return f"{token}:engine".encode()
+
+
+def heartbeat_identity(token: str) -> bytes:
+    """Identity of the heartbeat thread's socket (worker to gateway only)."""
+    return f"{token}:heartbeat".encode()
+
 
 # -- gateway -> worker ---------------------------------------------------------------------------------
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request. Answered at once by ``Accepted`` or ``Rejected``; outputs follow in ``StepOutputs``."""
+    """Queue a request. Answered by exactly one of ``Accepted`` and ``Rejected``; outputs follow in ``StepOutputs``."""
 
     request: EngineRequest
 
@@ -108,10 +141,21 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
     retry_after_s: float | None = None
 
 
+class StepPoisoned(msgspec.Struct, frozen=True, tag=True):
+    """A step failed as a whole: nothing of it is released and the worker exits right after. One line."""
+
+    message: str
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent every second from a thread of its own; ``steps_total`` tells progress from mere life."""
 
     stats: EngineStats
 
 
-ToGateway = LoadProgress | Ready | StartFailed | StepOutputs | Accepted | Rejected | Heartbeat
+ToGateway = LoadProgress | Ready | StartFailed | StepOutputs | StepPoisoned | Accepted | Rejected | Heartbeat
+
+# -- exit codes of a worker ----------------------------------------------------------------------------
+
+EXIT_START_FAILED = 2
+EXIT_POISONED_STEP = 70
