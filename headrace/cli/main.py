@@ -1,0 +1,105 @@
+"""``headrace COMMAND …``: finds the command's module, imports only that, and turns faults into one line.
+
+A command module has ``run(argv) -> int``: the arguments behind the command's name in, the exit code out. It
+imports what it needs inside its functions, so that ``--help`` stays quick. Exit codes: 0 done, 1 the command
+found something wrong or failed, 2 wrong usage or a permanent fault at start, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# command -> (module, one line for --help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("headrace.cli.serve", "serve a model over the OpenAI and Anthropic APIs"),
+    "model": ("headrace.cli.model", "inspect and acquire models"),
+    "doctor": ("headrace.cli.doctor", "check device, BLAS, compiler and kernels"),
+}
+
+# command -> what it will do
+NOT_YET: dict[str, str] = {
+    "bench": "offline throughput",
+    "bench-serve": "load on an OpenAI-compatible URL",
+    "bench-kv-cache": "memory and error of quantized KV",
+    "chat": "a chat in the terminal",
+    "batch": "a file of requests, offline",
+    "config": "show the configuration in force",
+    "download": "fetch a model; `model acquire` does that",
+    "plan": "the memory plan of a model",
+    "service": "install as a launchd or systemd service",
+    "usage": "tokens by key and model",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console scripts' entry point; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader of our output left (`| head`); keep the interpreter from complaining when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        from headrace.errors import HeadraceError, StartupError
+
+        if not isinstance(error, HeadraceError):
+            raise
+        command = f" {words[0]}" if words and words[0] in COMMANDS else ""
+        print(f"headrace{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, StartupError) else 1
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else ""
+    if command in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if command == "--version" or (command in (COMMANDS | NOT_YET) and "--version" in words[1:]):
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        return 0
+    if command in NOT_YET:
+        return _not_yet(command, words[1:])
+    if command not in COMMANDS:
+        return _unknown(command)
+    module = importlib.import_module(COMMANDS[command][0])
+    code = module.run(words[1:])
+    return int(code or 0)
+
+
+def _help() -> str:
+    lines = ["usage: headrace COMMAND [options]", "", "LLM inference server on MLX.", "", "commands:"]
+    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += ["", "  headrace COMMAND --help shows a command's options; --version prints the version."]
+    return "\n".join(lines)
+
+
+def _not_yet(command: str, words: list[str]) -> int:
+    line = f"headrace {command}: not available yet ({NOT_YET[command]})"
+    if "-h" in words or "--help" in words:
+        print(line)
+        return 0
+    print(line, file=sys.stderr)
+    return 2
+
+
+def _unknown(command: str) -> int:
+    if not command:
+        print(_help(), file=sys.stderr)
+        return 2
+    from headrace.cli.flags import unknown
+
+    what = "flag" if command.startswith("-") else "command"
+    print(f"headrace: {unknown(command, [*COMMANDS, *NOT_YET], what)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

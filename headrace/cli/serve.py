@@ -1,0 +1,89 @@
+"""``headrace serve [MODEL]``: flags and file become a configuration, MODEL becomes a path; then it serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.cli.flags import FlagTable, Given, UsageError, collect, make_parser, read_arguments, read_mapping
+from headrace.cli.serve_flags import SERVE_FLAGS
+
+if TYPE_CHECKING:
+    from headrace.cli.settings import Download
+    from headrace.config import ServerConfig
+
+_DESCRIPTION = (
+    "MODEL is a folder (safetensors, MLX or Hugging Face layout), a .gguf file or a hub id; "
+    "without one, the built-in demo model is served. Keys also come from HEADRACE_API_KEY or VLLM_API_KEY "
+    "when no key flag is given."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serves until a signal; returns the exit code."""
+    model, values = parse(argv)
+    config = resolve(model, values, os.environ)
+    from headrace.gateway.server import run_server
+
+    return int(run_server(config) or 0)
+
+
+def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, object]]:
+    """MODEL (None: the demo model) and values by target, of command line and ``--config`` file together.
+
+    Raises UsageError; touches no model and no network.
+    """
+    positional, given = read_arguments(
+        make_parser("serve", "[MODEL] [options]", _DESCRIPTION, SERVE_FLAGS), SERVE_FLAGS, argv
+    )
+    from headrace.cli.settings import check
+
+    values = collect(given)
+    if "cli.config" in values:
+        from headrace.cli.config_file import load_config_file
+
+        path = str(values["cli.config"])
+        values = collect(_file_given(SERVE_FLAGS, load_config_file(path), path)) | values
+    if len(positional) > 1:
+        raise UsageError(f"one MODEL, not {len(positional)}: unexpected {positional[1]!r}")
+    named = values.get("cli.model")
+    if positional and named is not None and positional[0] != named:
+        raise UsageError(f"two models were given: {positional[0]} and --model {named}")
+    check(values)
+    return (positional[0] if positional else None if named is None else str(named)), values
+
+
+def _file_given(table: FlagTable, mapping: Mapping[str, object], path: str) -> list[Given]:
+    name = os.path.basename(path)
+    if "config" in mapping:
+        raise UsageError(f"{name}: a configuration file cannot name another one")
+    return read_mapping(table, mapping, name)
+
+
+def resolve(model: str | None, values: Mapping[str, object], environment: Mapping[str, str]) -> ServerConfig:
+    """The complete configuration; fetches the model when it is not on this machine.
+
+    Raises UsageError before anything is fetched, StartupError when the model cannot be had.
+    """
+    from headrace.cli.settings import download_settings, server_config
+
+    # everything but the path is checked first: a wrong flag must not cost a download
+    server_config(values, model_path="", model_name="model", environment=environment)
+    path, name = locate(model, download_settings(values))
+    return server_config(values, model_path=path, model_name=name, environment=environment)
+
+
+def locate(model: str | None, download: Download) -> tuple[str, str]:
+    """Path of MODEL on this machine, and its name in the API (never a path of this machine)."""
+    if model is None:
+        from headrace.cli.demo_model import ensure_demo_model
+
+        return str(ensure_demo_model()), "SmolLM2-135M-Instruct"
+    local = os.path.expanduser(model)
+    if os.path.exists(local):
+        name = os.path.basename(os.path.abspath(local))
+        return os.path.abspath(local), name.removesuffix(".gguf")
+    from headrace.checkpoint.hub import ensure_local
+
+    return str(ensure_local(model)), model

@@ -1,0 +1,126 @@
+"""From flag values to a validated configuration: the one place that builds EngineConfig and ServerConfig.
+
+Values come as ``{"section.field": value}``; defaults are those of ``headrace.config``. Nothing here reads the
+process's environment or the network: the caller passes both in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headrace.cli.flags import UsageError
+from headrace.cli.keys import read_keys
+from headrace.config import EngineConfig, ServerConfig
+
+Values = Mapping[str, object]
+
+# targets of which at most one may be given, with the flags people know them by
+_EXCLUSIVE = (
+    ("engine.kv_memory_bytes", "--kv-memory-mb", "engine.max_cache_blocks", "--max-cache-blocks"),
+    ("engine.prefix_cache_bytes", "--cache-memory-mb", "engine.prefix_cache_share", "--cache-memory-percent"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """How a model that is not on this machine is fetched."""
+
+    revision: str | None = None
+    offline: bool = False
+    timeout_s: float = 120.0
+    retries: int = 3
+
+
+def section(values: Values, name: str) -> dict[str, Any]:
+    """Fields of one section: ``{"port": 1}`` for ``server`` of ``{"server.port": 1, "engine.dtype": "auto"}``."""
+    prefix = name + "."
+    return {target.removeprefix(prefix): value for target, value in values.items() if target.startswith(prefix)}
+
+
+def download_settings(values: Values) -> Download:
+    return Download(**section(values, "download"))
+
+
+def check(values: Values) -> None:
+    """Raises UsageError for values that contradict each other; needs neither model nor network."""
+    for target, flag, other_target, other_flag in _EXCLUSIVE:
+        if target in values and other_target in values:
+            raise UsageError(f"{flag} and {other_flag} say the same in two ways: give one of them")
+    server = section(values, "server")
+    if ("ssl_certfile" in server) != ("ssl_keyfile" in server):
+        raise UsageError("--ssl-certfile and --ssl-keyfile belong together: give both or neither")
+    highest = server.get("max_request_tokens", _default("max_request_tokens"))
+    if server.get("max_tokens", 0) > highest:
+        raise UsageError(f"--max-tokens {server['max_tokens']} is above --max-request-tokens {highest}")
+    if values.get("engine.enable_prefix_cache") is False and (
+        "engine.prefix_cache_bytes" in values or "engine.prefix_cache_share" in values
+    ):
+        raise UsageError("--disable-prefix-cache leaves nothing for --cache-memory-mb or --cache-memory-percent")
+    _kv_cache_dtype(values)
+
+
+def _default(field: str) -> Any:
+    probe = ServerConfig(engine=EngineConfig(model=""), served_model_names=())
+    return getattr(probe, field)
+
+
+def engine_config(values: Values, model_path: str) -> EngineConfig:
+    """Configuration of the worker; ``model_path`` is on this machine."""
+    fields = section(values, "engine")
+    dtype = _kv_cache_dtype(values)
+    if dtype is not None:
+        fields["kv_cache_dtype"] = dtype
+    return EngineConfig(model=model_path, **fields)
+
+
+def server_config(
+    values: Values, model_path: str, model_name: str, environment: Mapping[str, str]
+) -> ServerConfig:
+    """Configuration of the gateway. ``model_name`` is the API's name without ``--served-model-name``.
+
+    Raises UsageError as ``check``, and for a non-loopback host that nobody needs a key for.
+    """
+    check(values)
+    fields = section(values, "server")
+    fields.setdefault("served_model_names", (model_name,))
+    fields["api_keys"] = read_keys(
+        cast("tuple[str, ...]", values.get("keys.flags", ())),
+        cast("str | None", values.get("keys.file")),
+        environment,
+    )
+    if "max_tokens" not in fields and "max_request_tokens" in fields:
+        fields["max_tokens"] = min(_default("max_tokens"), fields["max_request_tokens"])
+    config = ServerConfig(engine=engine_config(values, model_path), defaults=section(values, "defaults"), **fields)
+    if not (config.api_keys or config.insecure or is_loopback(config.host)):
+        raise UsageError(
+            f"--host {config.host} is reachable from other machines and no API key is set: "
+            "give --api-key, or --insecure to serve everybody"
+        )
+    return config
+
+
+def _kv_cache_dtype(values: Values) -> str | None:
+    """Value of --kv-cache-dtype or of its older spelling; None: neither was given."""
+    dtype = cast("str | None", values.get("engine.kv_cache_dtype"))
+    bits = values.get("kv_quantization.bits")
+    if "kv_quantization.on" not in values:
+        if bits is not None:
+            raise UsageError("--kv-cache-quantization-bits needs --kv-cache-quantization")
+        return dtype
+    older = f"int{bits or 8}"
+    if dtype is not None and dtype != older:
+        raise UsageError(f"--kv-cache-dtype {dtype} contradicts --kv-cache-quantization ({older})")
+    return older
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``; a name other than localhost counts as reachable."""
+    if host.lower() in ("localhost", "localhost."):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]").split("%")[0]).is_loopback
+    except ValueError:
+        return False

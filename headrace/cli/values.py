@@ -1,0 +1,118 @@
+"""What a flag's value may be: each kind turns text into a value or says in a few words what it wants.
+
+The same kinds read the command line and configuration files, so both accept and refuse the same things.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A value's shape. ``parse`` raises ValueError with a phrase that completes "--flag must be …"."""
+
+    metavar: str
+    parse: Callable[[str], object]
+
+
+def integer(low: int, high: int | None = None, *, scale: int = 1) -> Kind:
+    """A whole number in [low, high], multiplied by ``scale`` (a unit)."""
+    wanted = f"a whole number from {low} to {high}" if high is not None else f"a whole number, at least {low}"
+
+    def parse(text: str) -> object:
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(wanted) from None
+        if number < low or (high is not None and number > high):
+            raise ValueError(wanted)
+        return number * scale
+
+    return Kind("N", parse)
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Kind:
+    """A finite number in [low, high]; ``above`` excludes low, ``below`` excludes high."""
+    wanted = f"a number {'above' if above else 'from'} {low:g}"
+    if not math.isinf(high):
+        wanted += f" and below {high:g}" if below else f" to {high:g}"
+    elif not above:
+        wanted = f"a number, at least {low:g}"
+
+    def parse(text: str) -> object:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(wanted) from None
+        too_low = value <= low if above else value < low
+        too_high = value >= high if below else value > high
+        if not math.isfinite(value) or too_low or too_high:
+            raise ValueError(wanted)
+        return value
+
+    return Kind("X", parse)
+
+
+def choice(*names: str) -> Kind:
+    """One of ``names``; upper case is accepted."""
+
+    def parse(text: str) -> object:
+        if text.lower() not in names:
+            raise ValueError("one of " + ", ".join(names))
+        return text.lower()
+
+    return Kind("{" + ",".join(names) + "}", parse)
+
+
+def text(metavar: str) -> Kind:
+    """Any text but the empty one."""
+
+    def parse(value: str) -> object:
+        if not value.strip():
+            raise ValueError("not empty")
+        return value
+
+    return Kind(metavar, parse)
+
+
+def url_path(metavar: str) -> Kind:
+    """A path prefix such as ``/llm``, kept without a slash at its end."""
+
+    def parse(value: str) -> object:
+        if not value.startswith("/"):
+            raise ValueError('a path that begins with "/"')
+        return value.rstrip("/")
+
+    return Kind(metavar, parse)
+
+
+def _parse_file(value: str) -> object:
+    if not os.path.isfile(value):
+        raise ValueError("a file that exists")
+    return os.path.abspath(value)
+
+
+def _parse_json_object(value: str) -> object:
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError('a JSON object, such as {"enable_thinking": false}')
+    return parsed
+
+
+def mebibytes(low: int = 1) -> Kind:
+    """MiB on the command line, bytes in the configuration."""
+    return Kind("MIB", integer(low, scale=MIB).parse)
+
+
+FILE = Kind("FILE", _parse_file)
+JSON_OBJECT = Kind("JSON", _parse_json_object)

@@ -1,0 +1,79 @@
+"""The command line as a process sees it: exit codes, streams, one line per fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from headrace import __version__
+from headrace.cli.main import COMMANDS, NOT_YET, main
+from headrace.errors import ModelFileError
+
+RunResult = tuple[int, str, str]
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> RunResult:
+    try:
+        code = main(list(words))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "--help")
+    assert (code, err) == (0, "") and all(name in out for name in COMMANDS)
+    assert call(capsys, "--version") == (0, f"headrace {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["serve", *NOT_YET])
+def test_help_and_version_of_commands(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, err = call(capsys, command, "--help")
+    assert code == 0 and out and not err
+    assert call(capsys, command, "--version") == (0, f"headrace {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", list(NOT_YET))
+def test_commands_to_come_say_so(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, err = call(capsys, command, "x")
+    assert code == 2 and not out and "not available yet" in err and err.count("\n") == 1
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "serv")
+    assert (code, out) == (2, "") and "did you mean serve?" in err and err.count("\n") == 1
+
+
+def test_no_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys)
+    assert (code, out) == (2, "") and "usage" in err
+
+
+def test_a_fault_at_start_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import headrace.cli.serve as serve
+
+    def broken(argv: list[str]) -> int:
+        raise ModelFileError("model.safetensors is incomplete:\n 12 of 40 bytes")
+
+    monkeypatch.setattr(serve, "run", broken)
+    assert call(capsys, "serve") == (
+        2,
+        "",
+        "headrace serve: model.safetensors is incomplete: 12 of 40 bytes\n",
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "('mlx', 'fastapi', 'uvicorn', 'tokenizers', 'huggingface_hub', 'numpy', 'zmq', 'msgspec', 'pydantic')"
+    script = (
+        "import sys\nfrom headrace.cli.main import main\n"
+        "for words in (['--help'], ['serve', '--help'], ['serve', '--version']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"

@@ -1,0 +1,345 @@
+"""Every flag of ``serve``: once, wrong, contradicting, refused, misspelt; command line and file alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.flags import Flag, UsageError
+from headrace.cli.serve import parse, resolve
+from headrace.cli.serve_flags import SERVE_FLAGS
+from headrace.config import ServerConfig
+
+HONOURED = [flag for flag in SERVE_FLAGS.flags if not flag.refused]
+REFUSED = [flag for flag in SERVE_FLAGS.flags if flag.refused]
+NAMES = [flag.name for flag in SERVE_FLAGS.flags]
+
+# a good value that is not the default, by flag
+GOOD: dict[str, str] = {
+    "--served-model-name": "m",
+    "--host": "localhost",
+    "--port": "9000",
+    "--model": "some/model",
+    "--root-path": "/llm/",
+    "--cors-origin": "http://localhost:3000",
+    "--log-level": "DEBUG",
+    "--log-format": "json",
+    "--api-key": "alice:secret",
+    "--rate-limit": "60",
+    "--max-decode-stall-ms": "50",
+    "--max-queue": "0",
+    "--queue-timeout": "2.5",
+    "--gpu-memory-utilization": "0.5",
+    "--memory-headroom": "0.1",
+    "--cache-memory-percent": "0.3",
+    "--kv-cache-dtype": "int8",
+    "--kv-cache-quantization-bits": "4",
+    "--dtype": "bfloat16",
+    "--revision": "main",
+    "--default-temperature": "0.2",
+    "--default-top-p": "0.9",
+    "--default-top-k": "40",
+    "--default-min-p": "0.05",
+    "--default-presence-penalty": "-0.5",
+    "--default-repetition-penalty": "1.1",
+    "--default-chat-template-kwargs": '{"enable_thinking": false}',
+}
+# flags that are wrong alone
+COMPANIONS: dict[str, list[str]] = {"--kv-cache-quantization-bits": ["--kv-cache-quantization"]}
+
+
+@pytest.fixture
+def good_file(tmp_path: Path) -> Path:
+    path = tmp_path / "file.yaml"
+    path.write_text("# a key file and an empty configuration at once\n")
+    return path
+
+
+def config_of(*words: str, environment: dict[str, str] | None = None) -> ServerConfig:
+    model, values = parse(words)
+    return resolve(model or ".", values, environment or {})
+
+
+def words_of(flag: Flag, file: Path) -> list[str]:
+    if flag.kind is None:
+        return [flag.name]
+    return [flag.name, str(file) if flag.kind.metavar == "FILE" else GOOD.get(flag.name, "7")]
+
+
+@pytest.mark.parametrize("flag", HONOURED, ids=lambda flag: flag.name)
+def test_every_flag_given_once(flag: Flag, good_file: Path) -> None:
+    if flag.name == "--api-key-file":
+        good_file.write_text("k\n")
+    words = words_of(flag, good_file) + COMPANIONS.get(flag.name, [])
+    if flag.name.startswith("--ssl"):
+        words = ["--ssl-certfile", str(good_file), "--ssl-keyfile", str(good_file)]
+    _, values = parse(words)
+    if flag.target:
+        assert flag.target in values
+    if flag.target.split(".")[0] in ("engine", "server", "defaults"):
+        config = config_of(*words)
+        section, field = flag.target.split(".")
+        holder = config.engine if section == "engine" else config.defaults if section == "defaults" else config
+        seen = holder[field] if isinstance(holder, dict) else getattr(holder, field)
+        assert seen == values[flag.target]
+
+
+@pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag.name)
+@pytest.mark.parametrize("form", ["{}", "{} 4", "{}=4"])
+def test_refused_flags_say_what_to_use(flag: Flag, form: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(form.format(flag.name).split())
+    line = str(caught.value)
+    assert line.startswith(flag.name + " ") and len(line) > len(flag.name) + 30 and "\n" not in line
+
+
+def test_no_flag_is_in_the_table_twice() -> None:
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_advice_names_real_flags() -> None:
+    for flag in REFUSED:
+        for word in flag.refused.replace(";", " ").replace(",", " ").split():
+            if word.startswith("--"):
+                assert word in NAMES, f"{flag.name} advises {word}"
+
+
+def test_defaults_in_help_are_the_configuration_s() -> None:
+    config = config_of()
+    for flag in HONOURED:
+        section, _, field = flag.target.partition(".")
+        if section not in ("engine", "server") or flag.kind is None or not flag.default:
+            continue
+        value = getattr(config.engine if section == "engine" else config, field)
+        if isinstance(value, int | float):
+            assert float(flag.default) == value, flag.name
+        elif isinstance(value, str):
+            assert flag.default.startswith(value), flag.name
+
+
+def test_the_walk_through_works_word_for_word(tmp_path: Path) -> None:
+    line = (
+        f"{tmp_path} --served-model-name llama-3b --host 127.0.0.1 --port 8000 --continuous-batching "
+        "--use-paged-cache --cache-memory-mb 2048 --max-num-seqs 8 --stream-interval 1 --enable-metrics"
+    )
+    config = config_of(*line.split())
+    assert config.served_model_names == ("llama-3b",)
+    assert (config.host, config.port, config.stream_interval) == ("127.0.0.1", 8000, 1)
+    assert config.engine.model == str(tmp_path)
+    assert config.engine.prefix_cache_bytes == 2048 * 1024 * 1024
+    assert (config.engine.max_num_seqs, config.engine.continuous_batching) == (8, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--port 70000",
+        "--port -1",
+        "--port x",
+        "--port",
+        "--kv-cache-dtype int3",
+        "--gpu-memory-utilization 2",
+        "--gpu-memory-utilization 0",
+        "--gpu-memory-utilization nan",
+        "--memory-headroom 1",
+        "--max-num-seqs 0",
+        "--timeout 0",
+        "--stream-interval 0",
+        "--dtype float8",
+        "--root-path llm",
+        "--api-key=",
+        "--chat-template no-such-file.jinja",
+        "--default-chat-template-kwargs [1]",
+        "--default-top-p 0",
+        "--continuous-batching --no-continuous-batching",
+        "--enable-prefix-cache --disable-prefix-cache",
+        "--keep-quantized --dequantize",
+        "--kv-memory-mb 100 --max-cache-blocks 10",
+        "--cache-memory-mb 100 --cache-memory-percent 0.1",
+        "--disable-prefix-cache --cache-memory-mb 100",
+        "--block-size 16 --paged-cache-block-size 32",
+        "--kv-cache-quantization-bits 4",
+        "--kv-cache-quantization --kv-cache-dtype int4",
+        "--max-tokens 100 --max-request-tokens 50",
+        "--ssl-certfile pyproject.toml",
+        "model-a model-b",
+        "model-a --model model-b",
+    ],
+)
+def test_wrong_values_and_contradictions_are_one_line(words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(words.split())
+    assert str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_wrong_value_names_flag_range_and_value() -> None:
+    with pytest.raises(UsageError, match=r"^--port must be a whole number from 0 to 65535; got '70000'$"):
+        parse(["--port", "70000"])
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("--max-num-seq", "--max-num-seqs"), ("--prt=1", "--port"), ("--kv-cache-type", "--kv-cache-dtype")],
+)
+def test_unknown_flags_name_the_nearest(word: str, near: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {near}\\?"):
+        parse(["model", word])
+
+
+def test_flags_may_stand_before_the_model() -> None:
+    assert parse(["--port", "1", "m", "--host", "localhost"])[0] == "m"
+    assert parse([])[0] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("", "auto"),
+        ("--kv-cache-quantization", "int8"),
+        ("--kv-cache-quantization --kv-cache-quantization-bits 4", "int4"),
+        ("--kv-cache-dtype int4 --kv-cache-quantization --kv-cache-quantization-bits 4", "int4"),
+    ],
+)
+def test_both_spellings_of_quantized_kv(words: str, dtype: str) -> None:
+    assert config_of(*words.split()).engine.kv_cache_dtype == dtype
+
+
+def test_a_lower_ceiling_lowers_the_default_output_length() -> None:
+    config = config_of("--max-request-tokens", "100")
+    assert (config.max_tokens, config.max_request_tokens) == (100, 100)
+
+
+# -- API keys and addresses ----------------------------------------------------------------------------
+
+
+def test_keys_from_flags_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team\nbob:b1\n\nbob:b2\n")
+    config = config_of("--api-key", "alice:a:x", "--api-key", "sk-plain", "--api-key-file", str(file))
+    assert [(key.name, key.secret) for key in config.api_keys] == [
+        ("alice", "a:x"),
+        ("key-2", "sk-plain"),
+        ("bob", "b1"),
+        ("bob", "b2"),
+    ]
+
+
+def test_keys_from_the_environment_only_without_flags() -> None:
+    environment = {"HEADRACE_API_KEY": "alice:one", "VLLM_API_KEY": "two"}
+    assert [key.secret for key in config_of(environment=environment).api_keys] == ["one"]
+    assert [key.secret for key in config_of(environment={"VLLM_API_KEY": "two"}).api_keys] == ["two"]
+    assert [key.secret for key in config_of("--api-key", "k", environment=environment).api_keys] == ["k"]
+    assert config_of(environment={"VLLM_API_KEY": ""}).api_keys == ()
+
+
+@pytest.mark.parametrize("words", [["hunter2", "n:hunter2"], ["has space"], ["schlüssel"]])
+def test_unusable_keys_are_refused_without_showing_them(words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        config_of(*[part for word in words for part in ("--api-key", word)])
+    assert words[0] not in str(caught.value)
+
+
+def test_an_empty_key_file_is_refused(good_file: Path) -> None:
+    with pytest.raises(UsageError, match="holds no key"):
+        config_of("--api-key-file", str(good_file))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "my-host"])
+def test_a_reachable_address_needs_a_key(host: str) -> None:
+    with pytest.raises(UsageError, match="--insecure"):
+        config_of("--host", host)
+    assert config_of("--host", host, "--api-key", "k").host == host
+    assert config_of("--host", host, "--insecure").insecure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert config_of("--host", host).api_keys == ()
+
+
+# -- configuration files ---------------------------------------------------------------------------------
+
+
+def write(tmp_path: Path, name: str, content: str) -> str:
+    path = tmp_path / name
+    path.write_text(content)
+    return str(path)
+
+
+YAML = """
+model: .
+served_model_name: [a, b]
+max-num-seqs: 8
+disable_prefix_cache: true
+enable_metrics: true
+default_temperature: 0.5
+default_chat_template_kwargs: {enable_thinking: false}
+"""
+TOML = """
+model = "."
+served_model_name = ["a", "b"]
+max-num-seqs = 8
+disable_prefix_cache = true
+enable_metrics = true
+default_temperature = 0.5
+default_chat_template_kwargs = { enable_thinking = false }
+"""
+JSON = json.dumps(
+    {
+        "model": ".",
+        "served_model_name": ["a", "b"],
+        "max-num-seqs": 8,
+        "enable_prefix_cache": False,
+        "enable_metrics": True,
+        "default_temperature": 0.5,
+        "default_chat_template_kwargs": {"enable_thinking": False},
+    }
+)
+
+
+@pytest.mark.parametrize(("name", "content"), [("c.yaml", YAML), ("c.toml", TOML), ("c.json", JSON)])
+def test_a_file_holds_the_same_flags(tmp_path: Path, name: str, content: str) -> None:
+    model, values = parse(["--config", write(tmp_path, name, content)])
+    config = resolve(model, values, {})
+    assert model == "."
+    assert config.served_model_names == ("a", "b")
+    assert (config.engine.max_num_seqs, config.engine.enable_prefix_cache) == (8, False)
+    assert config.defaults == {"temperature": 0.5}
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "port: 1\nserved_model_name: [a, b]\nkeep_quantized: true\n")
+    config = config_of("--config", file, "--port", "2", "--served-model-name", "c", "--dequantize")
+    assert (config.port, config.served_model_names, config.engine.keep_quantized) == (2, ("c",), False)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("max_num_seq: 8", "did you mean max_num_seqs"),
+        ("port: 70000", "0 to 65535"),
+        ("port: true", "takes a value"),
+        ("port:", "has no value"),
+        ("max_num_seqs: [1, 2]", "takes a value"),
+        ("insecure: 'yes'", "true or false"),
+        ("use_paged_cache: false", "always paged"),
+        ("draft_model: x", "not available"),
+        ("config: c.yaml", "cannot name another"),
+        ("- a", "one mapping"),
+        ("a: [", "cannot be parsed"),
+        ("enable_prefix_cache: true\ndisable_prefix_cache: true", "contradict"),
+    ],
+)
+def test_faults_of_a_file_name_it(tmp_path: Path, content: str, says: str) -> None:
+    file = write(tmp_path, "c.yaml", content)
+    with pytest.raises(UsageError, match=says) as caught:
+        parse(["--config", file])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"\.yaml"):
+        parse(["--config", write(tmp_path, "c.ini", "[a]")])
