@@ -1,7 +1,8 @@
 """The worker never outlives its gateway.
 
-The gateway holds the write end of the worker's standard input and never writes after the first line. When the gateway
-ends, in whatever way, the kernel closes that end; a thread here sees the end of file and ends the process at once.
+The gateway holds the write end of the worker's standard input and never writes after the first line. When the
+gateway ends, in whatever way, the kernel closes that end; a thread here sees the end of file and ends the process
+at once.
 """
 
 from __future__ import annotations
