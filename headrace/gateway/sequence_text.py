@@ -1,0 +1,216 @@
+"""Tokens of one sequence -> text events: detokenize, stop strings, then deltas of the wanted size.
+
+    tokens ──► detokenizer ──► stop strings ──► delivery ──► TextDelta / SequenceFinished
+                                 ^ parsers of reasoning and tool calls will stand behind this
+
+Tokens are taken one by one, whatever batch they came in, so the result depends on the tokens alone: a stop
+string ends the sequence at the very token that completes it, and tokens behind it do not exist.
+
+    detokenized text:  | delivered ......... | released | held back by the stop strings |
+    tokens:            | delivered ..... | waiting (their text is not all released yet) |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from headrace.gateway.events import Event, ScoredToken, SequenceFinished, TextDelta
+from headrace.request import FinishReason, SequenceOutput, TokenLogprobs
+from headrace.text.detokenizer import IncrementalDetokenizer
+from headrace.text.stop_strings import StopStrings
+from headrace.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text; shared by all sequences of a request.
+
+    Attributes:
+        stop: stop strings.
+        include_stop: whether the stop string, or the stop token's text, is part of the answer.
+        skip_special: whether special tokens have no text.
+        end_token_ids: the model's own end tokens: they end a sequence without being reported as ``stop``.
+        interval: tokens per delta behind the first; None: one delta at the end.
+    """
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    end_token_ids: frozenset[int] = frozenset()
+    interval: int | None = 1
+
+
+class _Waiting(msgspec.Struct, gc=False):
+    """A token that is not delivered, and where its text begins in the sequence's text."""
+
+    token_id: int
+    start: int
+    text: str
+    logprobs: TokenLogprobs | None
+
+    def is_covered(self, released_chars: int) -> bool:
+        """Whether all its text is released; a token without text waits for the character behind it."""
+        return self.start < released_chars and self.start + len(self.text) <= released_chars
+
+
+class SequenceText:
+    """Text of one sequence as its outputs come. ``push`` returns events; ``finished`` says that it is over."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._options = options
+        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special)
+        self._stops = StopStrings(options.stop, options.include_stop) if options.stop else None
+        self._waiting: deque[_Waiting] = deque()
+        self._text: list[str] = []  # released, not delivered
+        self._seen_chars = 0  # length of the detokenized text
+        self._released_chars = 0  # of that, what the stop strings let go
+        self._delivered_any = False
+        self.completion_tokens = 0
+        self.finished = False
+
+    def push(self, output: SequenceOutput) -> list[Event]:
+        """Take new tokens; nothing after the end. A stop string may end the sequence before the engine does."""
+        if self.finished:
+            return []
+        last = len(output.token_ids) - 1
+        scored = output.logprobs or None
+        for position, token_id in enumerate(output.token_ids):
+            self.completion_tokens += 1
+            logprobs = scored[position] if scored else None
+            if position == last and output.finish_reason is FinishReason.STOP:
+                return self._end_at_stop_token(token_id, logprobs)
+            matched = self._take(token_id, self._detokenizer.push(token_id), logprobs)
+            if matched is not None:
+                return self._finish(FinishReason.STOP, matched)
+        if output.finish_reason is not None:
+            self._release_rest()
+            return self._finish(output.finish_reason, None)
+        interval = self._options.interval
+        if interval is not None and (not self._delivered_any or self._num_covered() >= interval):
+            return self._deliver()
+        return []
+
+    def end(self, reason: FinishReason) -> list[Event]:
+        """End from outside (cancelled, for example): what is there is delivered."""
+        if self.finished:
+            return []
+        self._release_rest()
+        return self._finish(reason, None)
+
+    # -- inside
+
+    def _take(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> str | None:
+        """Append one token; returns the stop string that it completed."""
+        start = self._seen_chars
+        self._seen_chars += len(text)
+        self._waiting.append(_Waiting(token_id, start, text, logprobs))
+        if self._stops is None:
+            self._release(text)
+            return None
+        released, matched = self._stops.push(text)
+        self._release(released)
+        return matched
+
+    def _release(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+            self._released_chars += len(text)
+
+    def _release_rest(self) -> None:
+        """The engine ended the sequence: bytes of an unfinished character, then what stop strings held back."""
+        rest = self._detokenizer.flush()
+        if rest:
+            self._seen_chars += len(rest)
+            if self._waiting:
+                self._waiting[-1].text += rest
+        if self._stops is not None:
+            released, matched = self._stops.push(rest)
+            self._release(released)
+            if matched is None:
+                self._release(self._stops.finish())
+        else:
+            self._release(rest)
+
+    def _end_at_stop_token(self, token_id: int, logprobs: TokenLogprobs | None) -> list[Event]:
+        is_end = token_id in self._options.end_token_ids
+        self._release_rest()
+        if self._options.include_stop and not is_end:
+            text = self._detokenizer.push(token_id)
+            self._take(token_id, text, logprobs)
+            self._release_rest()
+        else:
+            # Beyond the text: it counts as a token and has no place in text or logprobs.
+            self._waiting.append(_Waiting(token_id, self._seen_chars, "", None))
+        return self._finish(FinishReason.STOP, None if is_end else token_id)
+
+    def _finish(self, reason: FinishReason, stop: str | int | None) -> list[Event]:
+        self.finished = True
+        events = self._deliver(at_end=True)
+        events.append(SequenceFinished(self._index, reason, stop, self.completion_tokens))
+        return events
+
+    def _num_covered(self) -> int:
+        return sum(1 for token in self._waiting if token.is_covered(self._released_chars))
+
+    def _deliver(self, at_end: bool = False) -> list[Event]:
+        """One delta of the released text and the tokens it covers; all tokens at the end."""
+        if not (self._text or at_end):
+            return []
+        token_ids: list[int] = []
+        scored: list[ScoredToken] = []
+        while self._waiting and (at_end or self._waiting[0].is_covered(self._released_chars)):
+            token = self._waiting.popleft()
+            token_ids.append(token.token_id)
+            if token.logprobs is not None and token.start < self._released_chars:
+                scored.append(self._scored(token, token.logprobs))
+        text = "".join(self._text)
+        if not (text or token_ids):
+            return []
+        self._text.clear()
+        self._delivered_any = True
+        return [TextDelta(self._index, text, tuple(token_ids), tuple(scored))]
+
+    def _scored(self, token: _Waiting, logprobs: TokenLogprobs) -> ScoredToken:
+        text = token.text[: self._released_chars - token.start]
+        return scored_token(self._tokenizer, token.token_id, text, logprobs, self._options.skip_special)
+
+
+def scored_token(
+    tokenizer: Tokenizer, token_id: int, text: str, logprobs: TokenLogprobs, skip_special: bool
+) -> ScoredToken:
+    """A token with its logprobs; ``text`` is what it stands for in the answer."""
+    data = b"" if skip_special and tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
+    top = tuple(
+        ScoredToken(other, text, data, finite(logprob)) if other == token_id else _alone(tokenizer, other, logprob)
+        for other, logprob in logprobs.top
+    )
+    return ScoredToken(token_id, text, data, finite(logprobs.logprob), top)
+
+
+def score_prompt(
+    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[TokenLogprobs | None]
+) -> tuple[ScoredToken, ...]:
+    """A prompt's tokens with their logprobs; their texts joined are the prompt's text."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=False, at_start=True)
+    scored: list[ScoredToken] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        text = detokenizer.push(token_id)
+        if entry is None:
+            scored.append(ScoredToken(token_id, text, tokenizer.token_bytes(token_id), None))
+        else:
+            scored.append(scored_token(tokenizer, token_id, text, entry, skip_special=False))
+    return tuple(scored)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity: what is impossible is shown as ``MIN_LOGPROB``."""
+    return logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB
+
+
+def _alone(tokenizer: Tokenizer, token_id: int, logprob: float) -> ScoredToken:
+    return ScoredToken(token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), finite(logprob))
