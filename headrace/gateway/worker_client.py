@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -61,7 +63,11 @@ class WorkerClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._state = EngineState(status="starting")
+        self._past = EngineStats()  # totals of the workers before the present one
+        self.prompt_tokens_total = 0
+        self.generation_tokens_total = 0
         self.replayed_total = 0
+        self.on_step: Callable[[EngineStats, float], None] = lambda stats, now: None
 
     # -- EngineClient
 
@@ -101,6 +107,15 @@ class WorkerClient:
         if self._link is not None:
             self._link.send(ClearPrefixCache())
 
+    # -- totals over all workers (metrics)
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    def lifetime_stats(self) -> EngineStats:
+        return _add_totals(self._state.stats, self._past)
+
     # -- WorkerListener (called by the supervisor)
 
     def is_busy(self) -> bool:
@@ -112,7 +127,7 @@ class WorkerClient:
         self._set(ready=ready, load=None)
         if self._state.status != "draining":
             self._set(status="ready", message="")
-        self.replayed_total += len(self._held)
+        self.replayed_total += len(self._held) - self._held_new()
         self._release()
 
     def worker_message(self, message: ToGateway) -> None:
@@ -141,6 +156,7 @@ class WorkerClient:
                 log.error("request given up: the worker died on it", extra={"request_id": request_id})
                 self._close(request_id).fail(InternalFault("the engine failed on this request, alone and twice"))
         self._held = dict.fromkeys(self._journal)
+        self._past = self.lifetime_stats()
         self._set(restarts=self._state.restarts + 1, stats=EngineStats())
         if self._state.status == "ready":
             self._set(status="restarting", message=death.reason)
@@ -199,14 +215,21 @@ class WorkerClient:
         self._set(stats=message.stats)
         for output in message.outputs:
             entry = self._journal.get(output.request_id)
-            passed = None if entry is None else record(entry, output)
-            if entry is None or passed is None:
+            if entry is None:
                 continue
+            is_first = not entry.begun
+            passed = record(entry, output)
+            if passed is None:
+                continue
+            if is_first and entry.begun:
+                self.prompt_tokens_total += len(entry.request.prompt_token_ids)
+            self.generation_tokens_total += len(passed.token_ids)
             self._streams[output.request_id].put(passed)
             if entry.is_finished:
                 self._close(output.request_id).end()
         if self._trial is not None:
             self._release()
+        self.on_step(message.stats, time.monotonic())
 
     def _reject(self, message: Rejected) -> None:
         if message.request_id in self._journal:
@@ -223,6 +246,12 @@ class WorkerClient:
 
     def _set(self, **changes: object) -> None:
         self._state = msgspec.structs.replace(self._state, **changes)
+
+
+def _add_totals(stats: EngineStats, past: EngineStats) -> EngineStats:
+    names = [name for name in EngineStats.__struct_fields__ if name.endswith("_total") and name != "blocks_total"]
+    sums = {name: getattr(stats, name) + getattr(past, name) for name in names}
+    return msgspec.structs.replace(stats, **sums)
 
 
 def _request_error(message: Rejected) -> RequestError:

@@ -46,7 +46,7 @@ def heartbeat_identity(token: str) -> bytes:
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request. Answered at once by one of ``Accepted`` and ``Rejected``; outputs come in ``StepOutputs``."""
+    """Queue a request. Answered at once by ``Accepted`` or ``Rejected``; outputs come in ``StepOutputs``."""
 
     request: EngineRequest
 
