@@ -1,0 +1,151 @@
+"""From scheduled rows to the arrays of one forward: tokens, positions, slots, block tables.
+
+Host work only, on small numpy arrays. Two kinds of batch, one per reader of the pool (see
+``attention/reference.py``): *slices* carry each row's runs of slots on the host; *gather* carries block tables
+as arrays, with rows and table widths rounded up to buckets so that a compiled forward is traced once per bucket.
+Padding rows write to the null block and read one slot of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.layout import KVLayout
+from headrace.core.step import ScheduledRow
+from headrace.runner.layer_view import ForwardBatch, GroupBatch
+
+Ints = npt.NDArray[np.int32]
+
+
+def bucket(count: int) -> int:
+    """Smallest of 1, 2, 4, 8, 12, 16, 24, 32, 48, 64 … (steps of one half) that holds ``count``."""
+    if count <= 2:
+        return max(count, 1)
+    power = 1 << (count - 1).bit_length()
+    middle = power * 3 // 4
+    return middle if power >= 16 and count <= middle else power
+
+
+class InputBatchBuilder:
+    """Builds forwards' batches; remembers each sequence's table as runs until the table changes.
+
+    Args:
+        layout: layer groups and block size.
+        slices: whether attention reads slices (see the module docstring).
+    """
+
+    def __init__(self, layout: KVLayout, *, slices: bool) -> None:
+        self.layout = layout
+        self._slices = slices
+        self._runs: dict[tuple[int, int], tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
+
+    def forget(self, live: set[int]) -> None:
+        """Drop what is remembered of sequences that are not in ``live``."""
+        for key in [key for key in self._runs if key[0] not in live]:
+            del self._runs[key]
+
+    def build(self, rows: Sequence[ScheduledRow], length: int, *, num_rows: int | None = None) -> ForwardBatch:
+        """Batch of one forward ``[num_rows or len(rows), length]``; rows beyond ``rows`` are padding."""
+        total = num_rows or len(rows)
+        starts = np.zeros(total, np.int32)
+        ends = np.ones(total, np.int32)
+        for index, row in enumerate(rows):
+            starts[index] = row.start
+            ends[index] = row.start + row.num_tokens
+        groups = [self._group(group, rows, length, total) for group in range(len(self.layout.groups))]
+        return ForwardBatch(
+            offsets=mx.array(starts),
+            ends=mx.array(ends),
+            starts=[row.start for row in rows],
+            lengths=[row.num_tokens for row in rows],
+            groups=groups,
+        )
+
+    def _group(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> GroupBatch:
+        window = self.layout.groups[group].window
+        slots = mx.array(self._slots(group, rows, length, total))
+        firsts = [self._first_position(row, window) for row in rows]
+        if self._slices:
+            runs = [self._row_runs(group, row, first) for row, first in zip(rows, firsts, strict=True)]
+            return GroupBatch(window, slots, runs=runs, firsts=firsts)
+        tables, bases = self._tables(group, rows, firsts, total)
+        return GroupBatch(window, slots, firsts=bases.tolist(), tables=mx.array(tables), bases=mx.array(bases))
+
+    def _slots(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> Ints:
+        size = self.layout.block_size
+        slots = np.zeros((total, length), np.int32)
+        # Pads of one row write to different slots of the null block where they can: equal targets serialize.
+        slots[:] = np.arange(length) % size
+        for index, row in enumerate(rows):
+            if row.num_tokens == 1:
+                block = row.block_tables[group][row.start // size]
+                slots[index, 0] = block * size + row.start % size
+                continue
+            positions = np.arange(row.start, row.start + row.num_tokens)
+            first = row.start // size
+            last = (row.start + row.num_tokens - 1) // size
+            table = np.array(row.block_tables[group][first : last + 1], np.int32)
+            slots[index, : row.num_tokens] = table[positions // size - first] * size + positions % size
+        return slots.reshape(-1)
+
+    @staticmethod
+    def _first_position(row: ScheduledRow, window: int | None) -> int:
+        return 0 if window is None else max(0, row.start - window + 1)
+
+    def _row_runs(self, group: int, row: ScheduledRow, first: int) -> list[tuple[int, int]]:
+        """Slot runs of positions ``first`` … end of the row."""
+        size = self.layout.block_size
+        end = row.start + row.num_tokens
+        pieces = []
+        position = 0
+        for block, blocks in self._block_runs(group, row):
+            low, high = max(first, position), min(end, position + blocks * size)
+            if low < high:
+                pieces.append((block * size + low - position, block * size + high - position))
+            position += blocks * size
+            if position >= end:
+                break
+        return pieces
+
+    def _block_runs(self, group: int, row: ScheduledRow) -> list[tuple[int, int]]:
+        """``(first block id, count)`` runs of consecutive ids of a table, remembered until the table changes."""
+        table = row.block_tables[group]
+        key = (row.seq_id, group)
+        known = self._runs.get(key)
+        if known is not None and known[0] is table:
+            return known[1]
+        ids = np.array(table, np.int32)
+        cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+        starts = np.concatenate(([0], cuts))
+        counts = np.diff(np.concatenate((starts, [len(ids)])))
+        runs = list(zip(ids[starts].tolist(), counts.tolist(), strict=True))
+        self._runs[key] = (table, runs)
+        return runs
+
+    def _tables(
+        self, group: int, rows: Sequence[ScheduledRow], firsts: Sequence[int], total: int
+    ) -> tuple[Ints, Ints]:
+        size = self.layout.block_size
+        spans = [
+            (first // size, (row.start + row.num_tokens - 1) // size + 1)
+            for row, first in zip(rows, firsts, strict=True)
+        ]
+        width = bucket(max(last - first for first, last in spans))
+        tables = np.zeros((total, width), np.int32)
+        bases = np.zeros(total, np.int32)
+        for index, (row, (first, last)) in enumerate(zip(rows, spans, strict=True)):
+            tables[index, : last - first] = row.block_tables[group][first:last]
+            bases[index] = first * size
+        return tables, bases
+
+
+def token_array(rows: Sequence[ScheduledRow], length: int) -> Ints:
+    """``[len(rows), length]`` token ids, zero-padded at the right (rows whose token is on the device: zero)."""
+    tokens = np.zeros((len(rows), length), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.token_ids)] = row.token_ids
+    return tokens

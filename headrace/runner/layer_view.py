@@ -1,0 +1,119 @@
+"""Views over the KV pools that speak mlx-lm's cache protocol, so that its model files run unmodified.
+
+A model gets one ``LayerView`` per entry of its cache list. ``update_and_fetch`` writes the new keys and values
+into the pool and returns two handles; attention (see ``attention/dispatch.py``) reads the pool through the
+handle. A model whose code does arithmetic on keys or masks itself gets a *materializing* view instead: the
+same write, then the rows' whole context gathered into padded arrays and a boolean mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.runner.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Where the rows of one forward live in one layer group.
+
+    Attributes:
+        window: positions seen, own included; None: all.
+        slots: ``[B * L]`` int32, where this forward's tokens are written.
+        runs: per row, ``(first slot, last slot + 1)`` pieces in position order that cover the positions
+            ``firsts[row]`` … end of the row; for readers that slice.
+        firsts: per row, position of the first slot in ``runs`` (and in ``tables``).
+        tables: ``[B, num_blocks]`` int32 block ids for readers that gather, padded with the null block.
+        bases: ``[B]`` int32 position of the first slot in ``tables``.
+    """
+
+    window: int | None
+    slots: mx.array
+    runs: Sequence[Sequence[tuple[int, int]]] = ()
+    firsts: Sequence[int] = ()
+    tables: mx.array | None = None
+    bases: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Everything attention needs to know about one forward ``[B, L]``.
+
+    Attributes:
+        offsets: ``[B]`` int32, position of each row's first token.
+        ends: ``[B]`` int32, positions in each row's context after this forward's write.
+        starts: ``offsets`` on the host; empty for a compiled forward.
+        lengths: per row, tokens that are not padding, on the host; empty for a compiled forward.
+        groups: one per layer group.
+    """
+
+    offsets: mx.array
+    ends: mx.array
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    groups: Sequence[GroupBatch]
+
+
+class PagedMask:
+    """Stands for "causal, inside the row's own context"; only the dispatcher understands it."""
+
+    __slots__ = ("window",)
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+
+class KVHandle:
+    """What ``update_and_fetch`` returns for K and V: a reference to a layer's rows in the pool."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, view: LayerView) -> None:
+        self.view = view
+
+
+class LayerView:
+    """One layer's cache in one forward, over the pool. Cheap: made anew for each forward."""
+
+    __slots__ = ("batch", "layer", "materialize", "pool")
+
+    def __init__(self, pool: KVPool, layer: int, batch: ForwardBatch, *, materialize: bool = False) -> None:
+        self.pool = pool
+        self.layer = layer
+        self.batch = batch
+        self.materialize = materialize
+
+    @property
+    def offset(self) -> mx.array:
+        return self.batch.offsets
+
+    @property
+    def group(self) -> GroupBatch:
+        return self.batch.groups[self.pool.layers[self.layer].group]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Write this forward's keys and values ``[B, kv_heads, L, dim]``; hand out the context."""
+        self.pool.write(self.layer, self.group.slots, keys, values)
+        if self.materialize:
+            from headrace.runner.attention.reference import materialize
+
+            return materialize(self)
+        handle = KVHandle(self)
+        return handle, handle
+
+    def keys_and_values(self) -> Any:
+        handle = KVHandle(self)
+        return handle, handle
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask of this layer for ``N`` new tokens (argument names are mlx-lm's)."""
+        window = self.group.window if self.group.window is not None else window_size
+        if self.materialize:
+            from headrace.runner.attention.reference import materialized_mask
+
+            return materialized_mask(self, N, window)
+        return PagedMask(window)

@@ -1,0 +1,352 @@
+"""The model runner: executes scheduler outputs on the device, one step ahead of the host.
+
+``launch`` builds the lazy graph of a step: block copies, the prefill forwards, the decode forward, sampling.
+The graph of step k+1 is built while step k runs; it is *started* when step k's tokens have been read, because
+a pool is updated in place only while nothing else refers to it. A decode row whose token was sampled by step k
+takes it from step k's array of tokens, on the device.
+
+The runner never sees a queue, and keeps nothing about a sequence that it could not rebuild from the next row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from headrace.core.layout import KVLayout
+from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
+from headrace.request import TokenLogprobs
+from headrace.runner.input_batch import InputBatchBuilder, bucket, token_array
+from headrace.runner.kv_pool import KVPool
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.logits_head import HeadSelector
+from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
+from headrace.runner.sampling_batch import build_sampling_batch
+
+# Padding several prompts to one length pays while the padded work stays below this share over the real one.
+PAD_WASTE = 1.2
+# Prompt logprobs need logits of every position; this many at a time bounds their memory.
+PROMPT_LOGPROBS_TOKENS = 128
+LOWEST_LOGPROB = -9999.0
+
+# Chosen logprobs [N], ids and logprobs of the most likely tokens [N, k].
+LogprobArrays = tuple[mx.array, mx.array | None, mx.array | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How forwards are executed on this device.
+
+    Attributes:
+        compile: trace the decode forward once per bucket of shapes (needs a gathering attention).
+        materialize: the model computes attention itself; give it arrays instead of handles.
+        max_prefill_rows: prompts in one prefill forward, at most.
+    """
+
+    compile: bool
+    materialize: bool = False
+    max_prefill_rows: int = 8
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step. ``result()`` waits for it and starts the step launched after it."""
+
+    runner: ModelRunner
+    output: SchedulerOutput
+    rows: list[ScheduledRow]
+    sampled: Sampled | None
+    prompt_logprobs: dict[int, list[LogprobArrays]]
+    started_at: float = 0.0
+
+    def result(self) -> StepResult:
+        return self.runner.finish(self)
+
+
+class ModelRunner:
+    """Owns the model, its KV pools and the tokens of the newest step.
+
+    Args:
+        model: an evaluated mlx-lm model whose head is a ``SelectiveHead`` (see ``logits_head.py``).
+        selector: which positions that head computes logits for.
+        pool: the KV pools.
+        layout: layer groups and block size, as the scheduler sees them.
+        vocab_size: width of the logits.
+        options: see ``RunnerOptions``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selector: HeadSelector,
+        pool: KVPool,
+        layout: KVLayout,
+        vocab_size: int,
+        options: RunnerOptions,
+    ) -> None:
+        self._model = model
+        self._selector = selector
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._options = options
+        self._inputs = InputBatchBuilder(layout, slices=pool.head_major)
+        self._running: StepHandle | None = None
+        self._pending: StepHandle | None = None
+        self._newest: tuple[mx.array, dict[int, int]] | None = None
+        self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def launch(self, output: SchedulerOutput) -> StepHandle:
+        """Build a step's graph and start it, or leave it to start when the running step is read."""
+        if output.copies:
+            self._pool.copy_blocks(output.copies)
+        prompt_logprobs: dict[int, list[LogprobArrays]] = {}
+        rows: list[ScheduledRow] = []
+        logits: list[mx.array] = []
+        inputs: list[mx.array] = []
+        for group in self._prefill_forwards(output.prefill):
+            found = self._prefill(group, prompt_logprobs)
+            keep = [index for index, row in enumerate(group) if row.samples]
+            if keep:
+                rows += [group[index] for index in keep]
+                logits.append(found if len(keep) == len(group) else found[mx.array(keep)])
+                inputs.append(mx.zeros(len(keep), mx.int32))
+        if output.decode:
+            tokens, found = self._decode(output.decode)
+            rows += output.decode
+            logits.append(found)
+            inputs.append(tokens)
+        sampled = self._sample(rows, logits, inputs) if rows else None
+        handle = StepHandle(self, output, rows, sampled, prompt_logprobs)
+        if sampled is not None:
+            self._newest = (sampled.tokens, {row.seq_id: index for index, row in enumerate(rows)})
+        if self._running is None:
+            self._start(handle)
+        else:
+            self._pending = handle
+        return handle
+
+    def finish(self, handle: StepHandle) -> StepResult:
+        """Wait for the running step, start the pending one, and hand the tokens to the host."""
+        assert handle is self._running, "steps are read in the order of their launch"
+        arrays = self._arrays(handle)
+        mx.eval(arrays)
+        duration = time.perf_counter() - handle.started_at
+        self._running = None
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._start(pending)
+        return _to_host(handle, duration)
+
+    def _start(self, handle: StepHandle) -> None:
+        handle.started_at = time.perf_counter()
+        self._running = handle
+        mx.async_eval(self._arrays(handle) + self._pool.state)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _arrays(handle: StepHandle) -> list[mx.array]:
+        arrays = handle.sampled.arrays() if handle.sampled is not None else []
+        for pieces in handle.prompt_logprobs.values():
+            arrays += [array for piece in pieces for array in piece if array is not None]
+        return arrays
+
+    def forget_except(self, live: set[int]) -> None:
+        """Drop remembered tables of sequences that no longer exist."""
+        self._inputs.forget(live)
+
+    # -- forwards ----------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
+        """Run the model on ``tokens [B, L]`` over views of the pool; logits of the selected positions."""
+        views = [
+            LayerView(self._pool, layer, batch, materialize=self._options.materialize)
+            for layer in range(len(self._pool.layers))
+        ]
+        logits: mx.array = self._model(tokens, cache=views)
+        return logits
+
+    def _prefill_forwards(self, rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
+        """Partition prefill rows into forwards: similar lengths together while padding stays cheap."""
+        forwards: list[list[ScheduledRow]] = []
+        for row in sorted(rows, key=lambda row: row.num_tokens):
+            group = forwards[-1] if forwards else []
+            real = sum(other.num_tokens for other in group) + row.num_tokens
+            padded = row.num_tokens * (len(group) + 1)
+            alone = bool(row.prompt_targets) or not group
+            if alone or padded > PAD_WASTE * real or len(group) >= self._options.max_prefill_rows:
+                forwards.append([row])
+            else:
+                group.append(row)
+        return forwards
+
+    def _prefill(
+        self,
+        rows: list[ScheduledRow],
+        prompt_logprobs: dict[int, list[LogprobArrays]],
+    ) -> mx.array:
+        """One prefill forward; logits ``[P, V]`` at each row's last token."""
+        if len(rows) == 1 and rows[0].prompt_targets:
+            return self._prefill_with_logprobs(rows[0], prompt_logprobs)
+        length = max(row.num_tokens for row in rows)
+        batch = self._inputs.build(rows, length)
+        self._selector.last_of(batch.lengths, length)
+        return self._forward(mx.array(token_array(rows, length)), batch)[:, 0]
+
+    def _prefill_with_logprobs(
+        self,
+        row: ScheduledRow,
+        prompt_logprobs: dict[int, list[LogprobArrays]],
+    ) -> mx.array:
+        """A prefill in small pieces, with the logprob of each next prompt token; logits of the last token."""
+        pieces = prompt_logprobs.setdefault(row.seq_id, [])
+        num_top = row.params.prompt_logprobs or 0
+        logits = mx.zeros((1, self._vocab_size))
+        for first in range(0, row.num_tokens, PROMPT_LOGPROBS_TOKENS):
+            count = min(PROMPT_LOGPROBS_TOKENS, row.num_tokens - first)
+            part = _part_of(row, first, count)
+            self._selector.all_positions()
+            batch = self._inputs.build([part], count)
+            logits = self._forward(mx.array(token_array([part], count)), batch)[0]
+            targets = row.prompt_targets[first : first + count]
+            if targets:
+                pieces.append(token_logprobs(logits[: len(targets)], mx.array(targets, mx.int32), num_top))
+        return logits[-1:]
+
+    def _decode(self, rows: Sequence[ScheduledRow]) -> tuple[mx.array, mx.array]:
+        """The decode forward; the tokens it was fed ``[B]`` and logits ``[B, V]``."""
+        padded = bucket(len(rows)) if self._decode_forward is not None else len(rows)
+        tokens = self._decode_tokens(rows, padded)
+        batch = self._inputs.build(rows, 1, num_rows=padded)
+        self._selector.all_positions()
+        if self._decode_forward is None:
+            logits = self._forward(tokens[:, None], batch)[:, 0]
+            return tokens, logits
+        groups = [_gather_arrays(group) for group in batch.groups]
+        logits, state = self._decode_forward(self._pool.state, tokens, batch.offsets, batch.ends, groups)
+        self._pool.state = state
+        return tokens[: len(rows)], logits[: len(rows)]
+
+    def _decode_traced(
+        self,
+        state: list[mx.array],
+        tokens: mx.array,
+        offsets: mx.array,
+        ends: mx.array,
+        groups: list[tuple[mx.array, mx.array, mx.array]],
+    ) -> tuple[mx.array, list[mx.array]]:
+        windows = [group.window for group in self._inputs.layout.groups]
+        batch = ForwardBatch(
+            offsets=offsets,
+            ends=ends,
+            starts=(),
+            lengths=(),
+            groups=[
+                GroupBatch(window, slots, tables=tables, bases=bases)
+                for window, (slots, tables, bases) in zip(windows, groups, strict=True)
+            ],
+        )
+        kept = self._pool.state
+        self._pool.state = state
+        logits = self._forward(tokens[:, None], batch)[:, 0]
+        state, self._pool.state = self._pool.state, kept
+        return logits, state
+
+    def _decode_tokens(self, rows: Sequence[ScheduledRow], padded: int) -> mx.array:
+        """``[padded]`` input tokens: from the host where it knows them, else from the newest step's sample."""
+        host = np.zeros(padded, np.int32)
+        source = np.full(padded, -1, np.int32)
+        for index, row in enumerate(rows):
+            if row.token_ids:
+                host[index] = row.token_ids[0]
+            else:
+                assert self._newest is not None, "a row's token is on the device, but no step sampled it"
+                source[index] = self._newest[1][row.seq_id]
+        if self._newest is None or (source < 0).all():
+            return mx.array(host)
+        newest = self._newest[0]
+        if len(newest) == padded and (source == np.arange(padded)).all():
+            return newest
+        taken = newest[mx.array(np.maximum(source, 0))]
+        return mx.where(mx.array(source >= 0), taken, mx.array(host))
+
+    def _sample(self, rows: list[ScheduledRow], logits: list[mx.array], inputs: list[mx.array]) -> Sampled:
+        batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES)
+        if batch.random is not None and batch.random.truncation is not None and self._running is not None:
+            # Truncation may have to look at values before it goes on; the running step must be over by then.
+            mx.eval(self._arrays(self._running))
+        joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
+        fed = None
+        if batch.edits is not None and batch.edits.history is not None:
+            fed = inputs[0] if len(inputs) == 1 else mx.concatenate(inputs, axis=0)
+        return sample(joined, batch, fed)
+
+
+def _gather_arrays(group: GroupBatch) -> tuple[mx.array, mx.array, mx.array]:
+    assert group.tables is not None and group.bases is not None, "a compiled forward gathers"
+    return group.slots, group.tables, group.bases
+
+
+def _part_of(row: ScheduledRow, first: int, count: int) -> ScheduledRow:
+    return ScheduledRow(
+        seq_id=row.seq_id,
+        start=row.start + first,
+        num_tokens=count,
+        token_ids=row.token_ids[first : first + count],
+        block_tables=row.block_tables,
+        samples=False,
+        sample_position=row.sample_position,
+        seed=row.seed,
+        params=row.params,
+        num_prompt_tokens=row.num_prompt_tokens,
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------
+
+
+def _to_host(handle: StepHandle, duration: float) -> StepResult:
+    """Read a finished step's arrays."""
+    sampled: dict[int, SampledToken] = {}
+    failed: dict[int, str] = {}
+    if handle.sampled is not None:
+        tokens: list[int] = np.array(handle.sampled.tokens).tolist()
+        finite: list[bool] = np.array(handle.sampled.finite).tolist()
+        logprobs = iter(
+            _logprob_lists(handle.sampled.logprobs, handle.sampled.top_ids, handle.sampled.top_logprobs)
+        )
+        for row, token, good in zip(handle.rows, tokens, finite, strict=True):
+            entry = None
+            if row.params.logprobs is not None:
+                entry = _cut(next(logprobs), row.params.logprobs)
+            if good:
+                sampled[row.seq_id] = SampledToken(token, entry)
+            else:
+                failed[row.seq_id] = "the model produced values that are not finite"
+    prompt = {
+        seq_id: [_cut(entry, len(entry.top)) for piece in pieces for entry in _logprob_lists(*piece)]
+        for seq_id, pieces in handle.prompt_logprobs.items()
+    }
+    return StepResult(handle.output.step_id, sampled, failed, prompt, duration)
+
+
+def _logprob_lists(chosen: mx.array | None, ids: mx.array | None, values: mx.array | None) -> list[TokenLogprobs]:
+    if chosen is None:
+        return []
+    own = np.maximum(np.array(chosen), LOWEST_LOGPROB).tolist()
+    if ids is None or values is None:
+        return [TokenLogprobs(value, []) for value in own]
+    top_values = np.maximum(np.array(values), LOWEST_LOGPROB).tolist()
+    return [
+        TokenLogprobs(value, list(zip(row_ids, row_values, strict=True)))
+        for value, row_ids, row_values in zip(own, np.array(ids).tolist(), top_values, strict=True)
+    ]
+
+
+def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:
+    return entry if len(entry.top) <= count else TokenLogprobs(entry.logprob, entry.top[:count])
