@@ -1,0 +1,1 @@
+"""Text room: everything between characters and token ids. No MLX, no transformers."""
