@@ -23,6 +23,7 @@ from typing import Protocol
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.errors import StartupError
 from headrace.gateway.worker_process import WORKER_COMMAND, WorkerDeath, WorkerProcess, is_stopped
 from headrace.worker.protocol import (
     Heartbeat,
@@ -101,35 +102,35 @@ class Supervisor:
         self._poison = ""
         self._steps_total = -1
         self._heard_at = self._progress_at = 0.0
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._gone = asyncio.Event()
 
     @property
     def worker_pid(self) -> int | None:
         return None if self._worker is None else self._worker.pid
 
-    async def run(self) -> str:
-        """Run workers until there is no point; return the reason, one line ("" after ``stop``).
+    async def run(self) -> None:
+        """Run workers until ``stop``, or until giving up (the listener is told).
 
-        A permanent fault before the first Ready is returned without telling the listener: the server ends.
+        Raises ``StartupError`` for a permanent fault before the first Ready: the server ends.
         """
-        while not self._stopping:
+        while not self._stop.is_set():
             death = await self._run_one()
-            if self._stopping:
+            if self._stop.is_set():
                 break
             log.error("worker died: %s", death.reason, extra={"in_step": len(death.in_step or ())})
             if death.permanent and not self._ever_ready:
-                return death.reason
+                raise StartupError(death.reason)
             if reason := self._judge(death):
                 self._listener.gave_up(reason)
-                return reason
+                break
             self._listener.worker_died(death)
-            await asyncio.sleep(self._backoff_s())
-        return ""
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._backoff_s())
 
     async def stop(self) -> None:
         """End the present worker and free the socket; ``run`` then returns."""
-        self._stopping = True
+        self._stop.set()
         if self._worker is not None and self._ready:
             self._worker.send(Shutdown())
             with contextlib.suppress(TimeoutError):
@@ -153,7 +154,7 @@ class Supervisor:
             await worker.start(self._command, self._engine)
             self._worker = worker
             self._gone.clear()
-            if self._stopping:
+            if self._stop.is_set():
                 worker.kill()
             death = await self._watch(worker)
         finally:

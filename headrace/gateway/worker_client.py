@@ -62,6 +62,7 @@ class WorkerClient:
         self._link: WorkerLink | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self.first_ready = asyncio.Event()
         self._state = EngineState(status="starting")
         self._past = EngineStats()  # totals of the workers before the present one
         self.prompt_tokens_total = 0
@@ -127,6 +128,7 @@ class WorkerClient:
         self._set(ready=ready, load=None)
         if self._state.status != "draining":
             self._set(status="ready", message="")
+        self.first_ready.set()
         self.replayed_total += len(self._held) - self._held_new()
         self._release()
 

@@ -1,0 +1,253 @@
+"""The server process: bind, start, announce, drain, stop.
+
+    bind the port ─► start HTTP and the worker side by side ─► worker ready: one line on stdout
+    SIGTERM, SIGHUP or Ctrl-C ─► drain: new requests 503, running ones finish up to ``drain_timeout_s``, then
+    get an error; a second Ctrl-C stops now ─► worker ended, socket files removed, exit code 0
+
+Exit codes: 0 stopped as asked; 2 a permanent fault at start (one line on stderr); 3 the port cannot be bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from headrace.config import ServerConfig
+from headrace.errors import NotReady, StartupError
+from headrace.gateway import logs
+from headrace.gateway.http_protocol import LimitedHttpProtocol
+from headrace.gateway.metrics import Metrics
+from headrace.gateway.supervisor import Supervisor
+from headrace.gateway.worker_client import WorkerClient
+from headrace.gateway.worker_process import WORKER_COMMAND
+
+EXIT_STOPPED = 0
+EXIT_START_FAILED = 2
+EXIT_PORT_TAKEN = 3
+
+KEEP_ALIVE_S = 75
+LAST_WRITES_S = 1
+_OPEN_FILES = 65536
+
+ASGIApp = Callable[..., Any]
+AppFactory = Callable[[ServerConfig, WorkerClient, Metrics], ASGIApp]
+
+log = logging.getLogger("headrace.gateway")
+
+
+class PortUnavailable(StartupError):
+    """The address cannot be bound."""
+
+
+def run_server(
+    config: ServerConfig, make_app: AppFactory, *, worker_command: Sequence[str] = WORKER_COMMAND
+) -> int:
+    """Serve until told to stop; return the exit code.
+
+    Args:
+        config: validated.
+        make_app: builds the HTTP application around the engine; may raise ``StartupError`` (tokenizer, template).
+        worker_command: the worker's program.
+    """
+    try:
+        logs.configure(config.log_level, config.log_format)
+        refuse_exposure(config)
+        listener = bind(config.host, config.port)
+        with listener, private_folder() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Server(config, listener, folder, worker_command).serve(make_app))
+    except PortUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_PORT_TAKEN
+    except StartupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_START_FAILED
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def refuse_exposure(config: ServerConfig) -> None:
+    """A server that others can reach needs a key, or somebody who says that it does not."""
+    if not (is_loopback(config.host) or config.api_keys or config.insecure):
+        raise StartupError(
+            f"--host {config.host} can be reached from other machines and no --api-key is set; "
+            "set one, or pass --insecure"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket, not yet listening; port 0 takes a free one."""
+    if not 0 <= port <= 65535:
+        raise StartupError(f"--port {port} is not between 0 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise PortUnavailable(f"--host {host} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # a port that another socket of the same address listens on fails here, not later
+    except OSError as error:
+        listener.close()
+        raise PortUnavailable(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
+        ) from None
+    return listener
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Holds the worker's socket; only this user may enter. Removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the gateway decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """The parts of a running server and the order in which they start and stop."""
+
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, folder: Path, worker_command: Sequence[str]
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._folder = folder
+        self._worker_command = worker_command
+
+    async def serve(self, make_app: AppFactory) -> int:
+        config = self._config
+        client = WorkerClient(max_held=config.engine.max_queue)
+        metrics = Metrics(config.served_model_names[0], client, [key.name for key in config.api_keys])
+        client.on_step = metrics.step
+        http = _HttpServer(self._uvicorn_config(make_app(config, client, metrics)))
+        supervisor = Supervisor(
+            config.engine,
+            client,
+            folder=self._folder,
+            stall_timeout_s=config.worker_stall_timeout_s,
+            command=self._worker_command,
+        )
+        stop, stop_now = _stop_events()
+        raise_open_files()
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        engine = asyncio.create_task(supervisor.run())
+        announcing = asyncio.create_task(self._announce(client))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({serving, engine, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if engine in done and engine.exception() is None:  # given up; say so on /health until told to stop
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                await self._drain(client, http, stop_now)
+        finally:
+            announcing.cancel()
+            stopping.cancel()
+            http.should_exit = True
+            http.force_exit = stop_now.is_set()
+            await supervisor.stop()
+            await asyncio.wait({serving, engine})
+            supervisor.close()
+        engine.result()
+        serving.result()
+        return EXIT_STOPPED
+
+    def _uvicorn_config(self, app: ASGIApp) -> uvicorn.Config:
+        config = self._config
+        return uvicorn.Config(
+            app,
+            http=LimitedHttpProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            root_path=config.root_path,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=LAST_WRITES_S,
+        )
+
+    async def _announce(self, client: WorkerClient) -> None:
+        """Exactly one line when the model first answers: where, and something to paste."""
+        await client.first_ready.wait()
+        print(ready_line(self._config, self._listener.getsockname()[1]), flush=True)
+
+    async def _drain(self, client: WorkerClient, http: _HttpServer, stop_now: asyncio.Event) -> None:
+        limit_s = self._config.drain_timeout_s
+        deadline = time.monotonic() + limit_s
+        log.info("draining: no new requests, running ones may finish", extra={"limit_s": limit_s})
+        client.start_draining("the server is shutting down")
+        waits = {asyncio.create_task(client.drained()), asyncio.create_task(stop_now.wait())}
+        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        client.fail_all(NotReady("the server shut down before this request was finished"))
+        # readers may still take what is written for them
+        http.config.timeout_graceful_shutdown = max(LAST_WRITES_S, int(deadline - time.monotonic()))
+
+
+def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:
+    """(stop, stop now): set by the first signal, and by the second Ctrl-C or SIGTERM."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    return stop, stop_now
+
+
+def ready_line(config: ServerConfig, port: int) -> str:
+    scheme = "https" if config.ssl_certfile else "http"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(config.host, config.host)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    url = f"{scheme}://{host}:{port}{config.root_path}"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    body = f'{{"model":"{config.served_model_names[0]}","messages":[{{"role":"user","content":"Hello"}}]}}'
+    return (
+        f"Ready: {url}  Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )
+
+
+def raise_open_files() -> None:
+    """A stream is a file descriptor; take as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
