@@ -16,7 +16,6 @@ from headrace.errors import ModelFileError
 # general.architecture -> (model_type, Hugging Face architecture)
 ARCHITECTURES: Final = {
     "llama": ("llama", "LlamaForCausalLM"),
-    "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),

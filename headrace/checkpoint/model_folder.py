@@ -138,9 +138,7 @@ def _check_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         others = [name for name in ("tokenizer.model", "tiktoken.model", "vocab.json") if (folder / name).exists()]
-        hint = (
-            f" ({others[0]} alone cannot be used; convert it with transformers' save_pretrained)" if others else ""
-        )
+        hint = f" ({others[0]} alone is not enough: save it as tokenizer.json with transformers)" if others else ""
         raise ModelFileError(f"tokenizer.json: missing from the model folder{hint}")
     if path.stat().st_size == 0:
         raise ModelFileError("tokenizer.json: incomplete: 0 bytes")
@@ -148,9 +146,8 @@ def _check_tokenizer(folder: Path) -> None:
 
 def _settle_tied_embeddings(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
     """Where the flag is missing, an output matrix in the files means that it is not tied to the embeddings."""
-    level = cast(
-        dict[str, Any], config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    )
+    text = config.get("text_config")
+    level: dict[str, Any] = text if isinstance(text, dict) else config
     flag = level.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if flag is None and any(name.split(".")[-2:] == ["lm_head", "weight"] for name in tensors):
         config["tie_word_embeddings"] = False

@@ -26,7 +26,7 @@ class Quantization:
         method: "mlx", or Hugging Face's quant_method, or "gguf".
         bits, group_size, mode: MLX's parameters of most layers (0 bits: differs from tensor to tensor).
         overrides: module path -> its own parameters, or False where it is not packed.
-        packed_in_file: whether the files hold MLX's own packing. False: awq and gptq, repacked at load; fp8,
+        packed_in_file: whether the files hold MLX's own packing. False: awq and GGUF, repacked at load; fp8,
             turned into plain weights by the model's own conversion at load.
     """
 
@@ -83,13 +83,11 @@ def _foreign(entry: Mapping[str, Any]) -> Quantization:
         if algorithm != "NVFP4":
             raise _unsupported(f"modelopt quant_algo {algorithm!r}", ("NVFP4",))
         return Quantization(method, 4, int(settings.get("group_size", 16)), "nvfp4")
-    if method in ("awq", "gptq"):
-        if entry.get("bits", 4) != 4:
-            raise _unsupported(f"{method} with {entry.get('bits')} bits", ("4 bits",))
+    if method == "awq":
+        if entry.get("bits", 4) != 4 or str(entry.get("version", "gemm")).lower() != "gemm":
+            raise _unsupported(f"awq with {entry.get('bits')} bits, {entry.get('version')}", ("4 bits gemm",))
         return Quantization(method, 4, int(entry.get("group_size", 128)), packed_in_file=False)
-    if method == "bitnet":
-        return Quantization(method, 2, 0, "bitnet")
-    supported = [*_FIXED_METHODS, "fp8", "compressed-tensors", "modelopt", "awq", "gptq"]
+    supported = [*_FIXED_METHODS, "fp8", "compressed-tensors", "modelopt", "awq"]
     raise _unsupported(f"quant_method {method!r}", supported)
 
 

@@ -10,6 +10,9 @@ checked by ``tests/runner/test_mlx_lm_contract.py`` against the pinned version:
 
 from __future__ import annotations
 
+import copy
+import importlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +20,11 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import utils as _utils
 from mlx_lm.models import base as _base
 from mlx_lm.models import cache as _cache
+
+from headrace.errors import ModelFileError
 
 ATTENTION_NAME = "scaled_dot_product_attention"
 
@@ -76,3 +82,48 @@ def original_attention() -> Callable[..., mx.array]:
     """The shared attention function as mlx-lm defines it (of a module nobody rebinds twice)."""
     function = getattr(_base, ATTENTION_NAME)
     return getattr(function, "wrapped", function)  # type: ignore[no-any-return]
+
+
+# -- building models -----------------------------------------------------------------------------------
+
+
+def build_model(model_file: str, config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's module for ``config``, parameters lazy; ModelFileError when the configuration does not do."""
+    try:
+        module = importlib.import_module(f"mlx_lm.models.{model_file}")
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    except SystemExit:  # one model file ends the process when its own package is missing
+        raise ModelFileError(f"config.json: model_type {config['model_type']!r} needs a package we lack") from None
+    except ImportError as error:
+        raise ModelFileError(f"config.json: model_type {config['model_type']!r}: {error}") from None
+    except TypeError as error:
+        missing = re.search(r"required positional arguments?: (.*)", str(error))
+        what = f"missing {missing[1]}" if missing else str(error)
+        raise ModelFileError(f"config.json: {what} (model_type {config['model_type']})") from None
+    except (ValueError, KeyError, AttributeError, ZeroDivisionError, IndexError, AssertionError) as error:
+        raise ModelFileError(f"config.json: {error} (model_type {config['model_type']})") from None
+    return model.eval()
+
+
+def sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The model's own renaming of checkpoint tensors; lazy. ModelFileError when a tensor it needs is missing."""
+    rename = getattr(model, "sanitize", None)
+    if rename is None:
+        return weights
+    try:
+        renamed: dict[str, mx.array] = rename(weights)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ModelFileError(f"incomplete: the weights do not fit config.json: {error}") from None
+    return renamed
+
+
+def cast_predicate(model: nn.Module) -> Callable[[str], bool]:
+    """Which parameters (by path) may change their dtype; models list those that must not."""
+    predicate: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
+    return predicate
+
+
+def repack_awq(weights: dict[str, mx.array], settings: dict[str, Any]) -> dict[str, mx.array]:
+    """AutoAWQ's packed tensors in MLX's packing (``.weight``, ``.scales``, ``.biases``), others kept; lazy."""
+    repacked: dict[str, mx.array] = _utils._transform_awq_weights(weights, settings)[0]
+    return repacked

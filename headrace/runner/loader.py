@@ -1,0 +1,261 @@
+"""Model files -> an evaluated model on the device.
+
+1. Build mlx-lm's module from the configuration. Its parameters are lazy: nothing is allocated.
+2. Open the files: lazy arrays from folders (renamed by the model's own ``sanitize``), readers for GGUF.
+3. Choose the form in which weights are held (below) against the budget, compare every name and shape with what the
+   module expects. Only now may memory be taken.
+4. Evaluate a bounded number of bytes at a time; packed weights that become plain ones are freed as we go.
+
+Forms, best first, unless the caller says (facts measured per device):
+- Metal: packed weights stay packed; plain ones keep the checkpoint's dtype.
+- CUDA: packed weights become plain 16-bit ones (quantized products gain nothing from batching there).
+- CPU: everything becomes float32 (16-bit and packed products are slow there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from headrace.checkpoint.model_folder import ModelFiles
+from headrace.errors import ModelFileError, StartupError
+from headrace.runner import gguf_loader, mlx_lm_adapter
+from headrace.runner.packing import Packing, dequantized, find_packings, install
+from headrace.runner.weight_check import check_weights
+from headrace.runner.weight_piece import Piece, piece_of
+
+Device = Literal["cpu", "cuda", "metal"]
+Progress = Callable[[float], None]
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# A form larger than the files is chosen when the weights then take at most this share of the budget.
+EXPANSION_SHARE = 0.7
+# Bytes evaluated at a time: what loading needs beyond the weights themselves, about.
+CHUNK_BYTES = 256 * 1024 * 1024
+# Tensors that no model file reads: rotary frequencies that old checkpoints saved.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose weights are in memory.
+
+    Attributes:
+        model: mlx-lm's module, evaluated, in inference mode.
+        config: what it was built from (normalised).
+        dtype: name of the dtype in which activations are computed.
+        weights_bytes: bytes of all parameters as they are held.
+        packed: whether some weights are held quantized.
+        notes: what was decided, one line each, for the log.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    dtype: str
+    weights_bytes: int
+    packed: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How weights are held: packed where the files pack them, or plain; in ``dtype`` (None: the checkpoint's)."""
+
+    packed: bool
+    dtype: mx.Dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A form worked out: the modules that stay packed, and every parameter as a piece."""
+
+    form: Form
+    packings: dict[str, Packing]
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def load_model(
+    files: ModelFiles,
+    *,
+    device: Device,
+    dtype: str = "auto",
+    keep_quantized: bool | None = None,
+    memory_budget_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load the model that ``files`` describes.
+
+    Args:
+        files: from ``headrace.checkpoint.model_folder.describe``.
+        device: what MLX computes on here.
+        dtype: "auto" or a name in ``DTYPES``.
+        keep_quantized: True: packed stays packed; False: dequantize; None: by device and memory.
+        memory_budget_bytes: what the weights may take; None: no bound.
+        progress: called with rising fractions, 0 … 1.
+
+    Raises ModelFileError (files and configuration disagree) or StartupError (budget) with nothing allocated.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise StartupError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    model = mlx_lm_adapter.build_model(files.model_file, files.config)
+    make_plan = _folder_planner(files, model) if files.kind == "folder" else _gguf_planner(files, model)
+    forms = candidate_forms(device, DTYPES.get(dtype), keep_quantized, files.quantization is not None)
+    plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
+    install(model, plan.packings)
+    check_weights(files, model, {name: shape for piece in plan.pieces for name, shape in piece.shapes.items()})
+    _fill(model, plan, progress)
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    computed = _activation_dtype(model)
+    notes = (*files.warnings, _describe_form(files, plan, computed, held))
+    return LoadedModel(model, files.config, computed, held, bool(plan.packings), notes)
+
+
+# -- which form ----------------------------------------------------------------------------------------
+
+
+def candidate_forms(device: Device, dtype: mx.Dtype | None, keep: bool | None, has_packed: bool) -> list[Form]:
+    """Forms to try, best first, for a device and the caller's wishes."""
+    preferred = {
+        "cpu": [Form(False, mx.float32), Form(True, None)],
+        "cuda": [Form(False, None), Form(True, None)],
+        "metal": [Form(True, None)],
+    }[device]
+    forms = []
+    for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
+        wanted = Form(form.packed and has_packed, dtype or form.dtype)
+        if wanted not in forms:
+            forms.append(wanted)
+    return forms
+
+
+def choose_plan(plans: Iterable[Plan], budget: int | None) -> Plan:
+    """The first plan that leaves room for the KV cache, else the smallest; StartupError when none fits at all."""
+    worked_out: list[Plan] = []
+    for plan in plans:
+        if budget is None or plan.nbytes <= budget * EXPANSION_SHARE:
+            return plan
+        worked_out.append(plan)
+    smallest = min(worked_out, key=lambda plan: plan.nbytes)
+    if budget is not None and smallest.nbytes > budget:
+        raise StartupError(
+            f"the weights take {_gib(smallest.nbytes)}, the memory plan has {_gib(budget)} for them: "
+            "use a smaller or quantized model, or raise --gpu-memory-utilization"
+        )
+    return smallest
+
+
+# -- from folders --------------------------------------------------------------------------------------
+
+
+def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
+    weights: dict[str, mx.array] = {}
+    for name in files.weight_files:
+        for key, array in _lazy_arrays(files, name).items():
+            if key in files.tensors and files.tensors[key].file == name:
+                weights[key] = array
+    weights = {key: array for key, array in weights.items() if not key.endswith(_DERIVED)}
+    renamed = mlx_lm_adapter.sanitize(model, weights)
+    declared = files.quantization
+    if declared is not None and declared.method == "awq":
+        renamed = mlx_lm_adapter.repack_awq(renamed, files.config["quantization_config"])
+    packings = find_packings(model, renamed, declared) if declared is not None else {}
+    may_cast = mlx_lm_adapter.cast_predicate(model)
+
+    def plan(form: Form) -> Plan:
+        held = renamed if form.packed else dequantized(renamed, packings, form.dtype)
+        if form.dtype is not None:
+            held = {name: _cast(array, form.dtype) if may_cast(name) else array for name, array in held.items()}
+        pieces = [piece_of(name, array) for name, array in held.items()]
+        return Plan(form, packings if form.packed else {}, pieces)
+
+    return plan
+
+
+def _lazy_arrays(files: ModelFiles, name: str) -> dict[str, mx.array]:
+    try:
+        loaded = mx.load(str(files.path / name))
+    except (RuntimeError, ValueError, OSError):
+        raise ModelFileError(f"{name}: cannot be read") from None
+    if not isinstance(loaded, dict):
+        raise ModelFileError(f"{name}: holds no named tensors")
+    return loaded
+
+
+def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+# -- from GGUF -----------------------------------------------------------------------------------------
+
+
+def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
+    gguf_loader.settle(files, model)
+
+    def plan(form: Form) -> Plan:
+        dtype = form.dtype or (mx.float16 if files.dtypes[0] == "F16" else mx.bfloat16)
+        packings = gguf_loader.packings(files) if form.packed else {}
+        return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
+
+    return plan
+
+
+# -- filling -------------------------------------------------------------------------------------------
+
+
+def _fill(model: nn.Module, plan: Plan, progress: Progress | None) -> None:
+    """Make and evaluate all pieces, at most about ``CHUNK_BYTES`` between two evaluations."""
+    total, done, pending = max(plan.nbytes, 1), 0, 0
+    made: dict[str, mx.array] = {}
+    pieces = plan.pieces
+    if progress is not None:
+        progress(0.0)
+    while pieces:
+        piece = pieces.pop(0)
+        made.update(piece.make())
+        pending += piece.nbytes
+        if pending >= CHUNK_BYTES or not pieces:
+            _put(model, made)
+            done, pending = done + pending, 0
+            made.clear()
+            if progress is not None:
+                progress(done / total)
+    mx.eval(model.parameters())
+
+
+def _put(model: nn.Module, made: Mapping[str, mx.array]) -> None:
+    arrays: Sequence[tuple[str, mx.array]] = list(made.items())
+    mx.eval([array for _, array in arrays])
+    model.load_weights(arrays, strict=False)
+
+
+def _activation_dtype(model: nn.Module) -> str:
+    """Of the floating parameters that are not scales of packed weights, the one with the most values decides."""
+    sizes: dict[str, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            key = str(array.dtype).removeprefix("mlx.core.")
+            sizes[key] = sizes.get(key, 0) + array.size
+    return max(sizes, key=lambda key: sizes[key]) if sizes else "float32"
+
+
+def _describe_form(files: ModelFiles, plan: Plan, dtype: str, held: int) -> str:
+    stored = "/".join(files.dtypes[:3])
+    if plan.packings:
+        bits = sorted({packing.bits for packing in plan.packings.values()})
+        how = f"packed ({'/'.join(map(str, bits))} bits, scales {dtype})"
+    else:
+        how = dtype
+    return f"weights: {stored} in the files ({_gib(files.weights_bytes)}), held as {how} ({_gib(held)})"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
