@@ -45,11 +45,13 @@ class RunnerOptions:
     Attributes:
         compile: trace the decode forward once per bucket of shapes (needs a gathering attention).
         materialize: the model computes attention itself; give it arrays instead of handles.
+        single_rows: the model's code does not take masks of several rows; one sequence per forward.
         max_prefill_rows: prompts in one prefill forward, at most.
     """
 
     compile: bool
     materialize: bool = False
+    single_rows: bool = False
     max_prefill_rows: int = 8
 
 
@@ -178,7 +180,7 @@ class ModelRunner:
             group = forwards[-1] if forwards else []
             real = sum(other.num_tokens for other in group) + row.num_tokens
             padded = row.num_tokens * (len(group) + 1)
-            alone = bool(row.prompt_targets) or not group
+            alone = bool(row.prompt_targets) or not group or self._options.single_rows
             if alone or padded > PAD_WASTE * real or len(group) >= self._options.max_prefill_rows:
                 forwards.append([row])
             else:
@@ -222,15 +224,20 @@ class ModelRunner:
         """The decode forward; the tokens it was fed ``[B]`` and logits ``[B, V]``."""
         padded = bucket(len(rows)) if self._decode_forward is not None else len(rows)
         tokens = self._decode_tokens(rows, padded)
+        if self._options.single_rows and len(rows) > 1:
+            return tokens, mx.concatenate([self._decode_one(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
         batch = self._inputs.build(rows, 1, num_rows=padded)
         self._selector.all_positions()
         if self._decode_forward is None:
-            logits = self._forward(tokens[:, None], batch)[:, 0]
-            return tokens, logits
+            return tokens, self._forward(tokens[:, None], batch)[:, 0]
         groups = [_gather_arrays(group) for group in batch.groups]
         logits, state = self._decode_forward(self._pool.state, tokens, batch.offsets, batch.ends, groups)
         self._pool.state = state
         return tokens[: len(rows)], logits[: len(rows)]
+
+    def _decode_one(self, row: ScheduledRow, token: mx.array) -> mx.array:
+        self._selector.all_positions()
+        return self._forward(token[:, None], self._inputs.build([row], 1))[:, 0]
 
     def _decode_traced(
         self,

@@ -1,0 +1,53 @@
+"""Tiny random-weight models of several mlx-lm architectures."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+VOCAB = 131
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=False,
+    ),
+    "llama_tied": dict(
+        model_type="llama", hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=4, rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=True,
+    ),
+    "qwen3": dict(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        rms_norm_eps=1e-5, vocab_size=VOCAB, max_position_embeddings=512, rope_theta=10000.0, head_dim=16,
+        tie_word_embeddings=True,
+    ),
+    "gemma3_text": dict(
+        hidden_size=64, num_hidden_layers=4, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, rms_norm_eps=1e-5, vocab_size=VOCAB, sliding_window=12, sliding_window_pattern=2,
+        query_pre_attn_scalar=16, max_position_embeddings=512,
+    ),
+    "gemma2": dict(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, rms_norm_eps=1e-5, vocab_size=VOCAB,
+    ),
+}  # fmt: skip
+
+
+def tiny_model(name: str, *, seed: int = 0) -> nn.Module:
+    """A float32 model of the named configuration, weights spread wide so that greedy margins are clear."""
+    config = {"model_type": name, **CONFIGS[name]}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    if hasattr(model, "sanitize"):
+        model.sanitize({})
+    parameters = {
+        key: value + 0.1 * mx.random.normal(value.shape) if value.ndim > 1 else value
+        for key, value in nn.utils.tree_flatten(model.parameters())
+    }
+    model.load_weights(list(parameters.items()))
+    mx.eval(model.parameters())
+    return model
