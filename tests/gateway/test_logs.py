@@ -1,0 +1,36 @@
+"""Both log formats show message and particulars, one event per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from headrace.errors import StartupError
+from headrace.gateway.logs import JsonFormatter, TextFormatter, configure
+
+
+def record(**extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord(
+        {"name": "headrace.gateway", "levelname": "INFO", "levelno": 20, "msg": "hello %s", "args": ("you",)}
+    )
+    made.__dict__.update(extra)
+    return made
+
+
+def test_text() -> None:
+    assert TextFormatter().format(record(request_id="r1")).endswith("INFO gateway: hello you request_id=r1")
+
+
+def test_json() -> None:
+    event = json.loads(JsonFormatter().format(record(request_id="r1", path=object())))
+    assert event["level"] == "info" and event["logger"] == "gateway" and event["request_id"] == "r1"
+    assert event["message"] == "hello you" and event["time"].endswith("+00:00")
+
+
+def test_unknown_values_are_startup_errors() -> None:
+    with pytest.raises(StartupError, match="--log-level"):
+        configure("loud", "text")
+    with pytest.raises(StartupError, match="--log-format"):
+        configure("info", "xml")
