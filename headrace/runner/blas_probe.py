@@ -1,0 +1,109 @@
+"""Loads one BLAS library, checks its float32 product against exact integers and measures it.
+
+Also runs as a program of its own (``python blas_probe.py LIBRARY THREADS``, one JSON object out), so that a
+library that crashes on this processor, as old builds do on new ones, costs a child and not the worker.
+Standard library only: it must start fast and must not load another BLAS along with NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+_ROW_MAJOR, _NO_TRANSPOSE, _TRANSPOSE = 101, 111, 112
+
+# Measured products, rows × 2048 outputs of 1024 inputs: one decoding stream, a batch, a prefill chunk.
+_OUTPUTS, _INPUTS = 2048, 1024
+_ROWS = (1, 16, 256)
+_REPEATS = 5
+
+
+def load(path: str, threads: int, mode: int) -> ctypes.CDLL:
+    """Load a BLAS with ``threads`` threads; ``mode`` is RTLD_GLOBAL to take over, RTLD_LOCAL to look at it."""
+    if "mkl" in Path(path).name:
+        os.environ["MKL_THREADING_LAYER"] = "INTEL"  # the default layer needs a GNU OpenMP that may be absent
+        os.environ["MKL_NUM_THREADS"] = str(threads)
+        ctypes.CDLL(str(Path(path).with_name("libiomp5.so")), ctypes.RTLD_GLOBAL)
+    os.environ["OPENBLAS_NUM_THREADS"] = str(threads)  # read once, when the library starts its threads
+    return ctypes.CDLL(path, mode)
+
+
+def core_name(library: ctypes.CDLL) -> str:
+    """The processor family whose kernels OpenBLAS picked; "" for other libraries."""
+    for prefix in ("", "scipy_"):
+        function = getattr(library, f"{prefix}openblas_get_corename", None)
+        if function is not None:
+            function.restype = ctypes.c_char_p
+            return str(function().decode())
+    return ""
+
+
+class Product:
+    """``y = x wᵀ`` for float32 x [rows, inputs], w [outputs, inputs]: the form of every linear layer."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._sgemm = library.cblas_sgemm
+        integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+        shape = (integer, integer, integer, integer, integer, integer)
+        self._sgemm.argtypes = [*shape, real, pointer, integer, pointer, integer, real, pointer, integer]
+        self._sgemm.restype = None
+
+    def __call__(self, x: object, w: object, y: object, rows: int, outputs: int, inputs: int) -> None:
+        layout = (_ROW_MAJOR, _NO_TRANSPOSE, _TRANSPOSE, rows, outputs, inputs)
+        self._sgemm(*layout, 1.0, x, inputs, w, inputs, 0.0, y, outputs)
+
+
+def is_correct(product: Product) -> bool:
+    """Small integers multiply exactly in float32, so the result must be equal, not close."""
+    source = random.Random(1)
+    for rows, outputs, inputs in ((1, 33, 65), (3, 70, 129), (17, 19, 31), (40, 48, 16)):
+        x = [source.randint(-4, 4) for _ in range(rows * inputs)]
+        w = [source.randint(-4, 4) for _ in range(outputs * inputs)]
+        y = (ctypes.c_float * (rows * outputs))()
+        product(_floats(x), _floats(w), y, rows, outputs, inputs)
+        for row in range(rows):
+            mine = x[row * inputs : (row + 1) * inputs]
+            for output in range(outputs):
+                theirs = w[output * inputs : (output + 1) * inputs]
+                if y[row * outputs + output] != sum(a * b for a, b in zip(mine, theirs, strict=True)):
+                    return False
+    return True
+
+
+def measure(product: Product) -> tuple[float, float]:
+    """(seconds for the three measured products together, GFLOP/s of the largest), best of a few runs."""
+    w = (ctypes.c_float * (_OUTPUTS * _INPUTS))()
+    total = best = 0.0
+    for rows in _ROWS:
+        x, y = (ctypes.c_float * (rows * _INPUTS))(), (ctypes.c_float * (rows * _OUTPUTS))()
+        best = min(_seconds(product, x, w, y, rows) for _ in range(_REPEATS))
+        total += best
+    return total, 2e-9 * _ROWS[-1] * _OUTPUTS * _INPUTS / best
+
+
+def _seconds(product: Product, x: object, w: object, y: object, rows: int) -> float:
+    started = time.perf_counter()
+    product(x, w, y, rows, _OUTPUTS, _INPUTS)
+    return time.perf_counter() - started
+
+
+def _floats(values: list[int]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(values))(*values)
+
+
+def main(path: str, threads: int) -> dict[str, object]:
+    library = load(path, threads, ctypes.RTLD_LOCAL)
+    product = Product(library)
+    if not is_correct(product):
+        return {"correct": False}
+    seconds, gflops = measure(product)
+    return {"correct": True, "seconds": seconds, "gflops": gflops, "core": core_name(library)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
