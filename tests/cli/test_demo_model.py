@@ -115,4 +115,13 @@ def test_killed_while_downloading(tmp_path: Path, cache: Path, monkeypatch: pyte
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     assert demo_model_path() is None
     assert ensure_demo_model().read_bytes() == b"weights"
-    assert sorted(os.listdir(cache)) == [".lock", demo_model._FILE]
+
+
+def test_leftovers_of_killed_processes_go(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_index(tmp_path / "index", monkeypatch)
+    (cache / ".download-old").mkdir(mode=0o700, parents=True)
+    (cache / ".download-old" / "part").write_bytes(b"wei")
+    (cache / f".{demo_model._FILE}.old").write_bytes(b"wei")
+    cache.chmod(0o700)
+    path = ensure_demo_model()
+    assert sorted(os.listdir(cache)) == [".lock", path.name]
