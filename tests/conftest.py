@@ -1,0 +1,21 @@
+"""Fixtures that every test folder may use. Keep this short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import scripted
+
+
+@pytest.fixture(scope="session")
+def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``scripted_folder("plain")``: folder of that variant of the scripted checkpoint, built once. Read only."""
+    root = tmp_path_factory.mktemp("scripted")
+
+    def folder(variant: str) -> Path:
+        path = root / variant
+        return path if path.exists() else scripted.build(path, scripted.VARIANTS[variant])
+
+    return folder
