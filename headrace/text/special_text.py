@@ -39,8 +39,9 @@ class SpecialText:
     def _match(self, text: str, position: int) -> int:
         """Length of the longest special text at ``position``, 0 when there is none."""
         for length in self._lengths.get(text[position], ()):
-            if text[position : position + length] in self._ids:
-                return length
+            candidate = text[position : position + length]  # shorter at the end of the text
+            if candidate in self._ids:
+                return len(candidate)
         return 0
 
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
