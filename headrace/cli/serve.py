@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,9 +78,9 @@ def resolve(model: str | None, values: Mapping[str, object], environment: Mappin
 def locate(model: str | None, download: Download) -> tuple[str, str]:
     """Path of MODEL on this machine, and its name in the API (never a path of this machine)."""
     if model is None:
-        from headrace.cli.demo_model import ensure_demo_model
+        from headrace.cli.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 
-        return str(ensure_demo_model()), "SmolLM2-135M-Instruct"
+        return str(ensure_demo_model(_show_progress)), DEMO_MODEL_NAME
     local = os.path.expanduser(model)
     if os.path.exists(local):
         name = os.path.basename(os.path.abspath(local))
@@ -87,3 +88,15 @@ def locate(model: str | None, download: Download) -> tuple[str, str]:
     from headrace.checkpoint.hub import ensure_local
 
     return str(ensure_local(model)), model
+
+
+def _show_progress(done_bytes: int, all_bytes: int) -> None:
+    """One line on a terminal's stderr, rewritten as the download goes on."""
+    if not sys.stderr.isatty():
+        return
+    end = "\n" if done_bytes >= all_bytes else ""
+    print(
+        f"\rfetching the demo model: {done_bytes // 10**6} of {all_bytes // 10**6} MB{end}",
+        end="",
+        file=sys.stderr,
+    )
