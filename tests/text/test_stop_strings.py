@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ STOPS = st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4
 
 def cut(text: str, borders: list[int]) -> list[str]:
     edges = [0, *sorted(border % (len(text) + 1) for border in borders), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
