@@ -310,6 +310,21 @@ def test_a_file_holds_the_same_flags(tmp_path: Path, name: str, content: str) ->
     assert config.chat_template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("flag", [f for f in HONOURED if f.name != "--config"], ids=lambda flag: flag.name)
+def test_file_and_command_line_agree_on_every_flag(flag: Flag, good_file: Path, tmp_path: Path) -> None:
+    words = words_of(flag, good_file) + COMPANIONS.get(flag.name, [])
+    if flag.name.startswith("--ssl"):
+        words = ["--ssl-certfile", str(good_file), "--ssl-keyfile", str(good_file)]
+    settings: dict[str, object] = {}
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            value = words[index + 1] if index + 1 < len(words) else "--"
+            settings[word.removeprefix("--")] = True if value.startswith("--") else value
+    from_file = parse(["--config", write(tmp_path, "c.json", json.dumps(settings))])[1]
+    del from_file["cli.config"]
+    assert from_file == parse(words)[1]
+
+
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "c.yaml", "port: 1\nserved_model_name: [a, b]\nkeep_quantized: true\n")
     config = config_of("--config", file, "--port", "2", "--served-model-name", "c", "--dequantize")
