@@ -233,10 +233,10 @@ class PromptRun:
                 for _ in range(self._open):
                     self._metrics.sequence_finished(self._outcome)
         if self._first_token_at is not None:
-            now = time.monotonic()
+            last_token_at = max(self._last_token_at)
             self._metrics.ended(
-                e2e_s=now - self._received_at,
-                decode_s=now - self._first_token_at,
+                e2e_s=last_token_at - self._received_at,
+                decode_s=last_token_at - self._first_token_at,
                 prompt_tokens=len(self.request.prompt_token_ids),
                 completion_tokens=self.completion_tokens,
                 key=self.request.key,

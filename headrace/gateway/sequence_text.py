@@ -33,6 +33,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
         include_stop: whether the stop string, or the stop token's text, is part of the answer.
         skip_special: whether special tokens have no text.
         end_token_ids: the model's own end tokens: they end a sequence without being reported as ``stop``.
+        min_tokens: stop strings are not looked for in the text of so many first tokens.
         interval: tokens per delta behind the first; None: one delta at the end.
     """
 
@@ -40,6 +41,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     skip_special: bool = True
     end_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
     interval: int | None = 1
 
 
@@ -84,7 +86,7 @@ class SequenceText:
             logprobs = scored[position] if scored else None
             if position == last and output.finish_reason is FinishReason.STOP:
                 return self._end_at_stop_token(token_id, logprobs)
-            matched = self._take(token_id, self._detokenizer.push(token_id), logprobs)
+            matched = self._take(token_id, self._text_of(token_id), logprobs)
             if matched is not None:
                 return self._finish(FinishReason.STOP, matched)
         if output.finish_reason is not None:
@@ -104,12 +106,16 @@ class SequenceText:
 
     # -- inside
 
+    def _text_of(self, token_id: int) -> str:
+        """Text that the token completes; ids that pad the model's logits beyond the vocabulary have none."""
+        return self._detokenizer.push(token_id) if token_id < self._tokenizer.vocab_size else ""
+
     def _take(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> str | None:
         """Append one token; returns the stop string that it completed."""
         start = self._seen_chars
         self._seen_chars += len(text)
         self._waiting.append(_Waiting(token_id, start, text, logprobs))
-        if self._stops is None:
+        if self._stops is None or self.completion_tokens <= self._options.min_tokens:
             self._release(text)
             return None
         released, matched = self._stops.push(text)
@@ -140,8 +146,7 @@ class SequenceText:
         is_end = token_id in self._options.end_token_ids
         self._release_rest()
         if self._options.include_stop and not is_end:
-            text = self._detokenizer.push(token_id)
-            self._take(token_id, text, logprobs)
+            self._take(token_id, self._text_of(token_id), logprobs)
             self._release_rest()
         else:
             # Beyond the text: it counts as a token and has no place in text or logprobs.
@@ -184,7 +189,7 @@ def scored_token(
     tokenizer: Tokenizer, token_id: int, text: str, logprobs: TokenLogprobs, skip_special: bool
 ) -> ScoredToken:
     """A token with its logprobs; ``text`` is what it stands for in the answer."""
-    data = b"" if skip_special and tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
+    data = b"" if skip_special and tokenizer.is_special(token_id) else token_bytes(tokenizer, token_id)
     top = tuple(
         ScoredToken(other, text, data, finite(logprob)) if other == token_id else _alone(tokenizer, other, logprob)
         for other, logprob in logprobs.top
@@ -213,4 +218,10 @@ def finite(logprob: float) -> float:
 
 
 def _alone(tokenizer: Tokenizer, token_id: int, logprob: float) -> ScoredToken:
-    return ScoredToken(token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), finite(logprob))
+    text = tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else ""
+    return ScoredToken(token_id, text, token_bytes(tokenizer, token_id), finite(logprob))
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """A token's own bytes; b"" for ids that pad the logits."""
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""

@@ -118,7 +118,7 @@ class RequestMetrics(Protocol):
     def ended(
         self, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int, key: str
     ) -> None:
-        """A request with at least one output is over: since received, and since its first token."""
+        """A request with at least one token is over; received to last token, and first to last token."""
         ...
 
     def unknown_field(self, count: int = 1) -> None:

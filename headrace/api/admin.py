@@ -1,0 +1,108 @@
+"""Probes, status, metrics, cache and cancellation."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import headrace
+from headrace.api.errors import RouteNotFound
+from headrace.api.models import json_response
+from headrace.api.request_scope import key_name
+from headrace.api.services import services
+from headrace.errors import NotReady
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def health(request: Request) -> Response:
+    """200 while the server can be expected to answer, also while a dead worker is being replaced."""
+    state = services(request).engine.state()
+    alive = state.status not in ("starting", "failed")
+    return _probe(alive, {"status": state.status})
+
+
+async def ready(request: Request) -> Response:
+    """200 while a worker steps and new requests are taken."""
+    state = services(request).engine.state()
+    content: dict[str, object] = {"status": state.status}
+    if state.load is not None:
+        content["loading"] = {"stage": state.load.stage, "fraction": state.load.fraction}
+    return _probe(state.status == "ready", content)
+
+
+def _probe(good: bool, content: dict[str, object]) -> Response:
+    answer = json_response(content, 200 if good else 503)
+    if not good:
+        answer.headers["retry-after"] = "5"
+    return answer
+
+
+async def status(request: Request) -> Response:
+    """What runs, on what, with how much memory."""
+    house = services(request)
+    state = house.engine.state()
+    return json_response(
+        {
+            "version": headrace.__version__,
+            "status": state.status,
+            "message": state.message,
+            "models": house.config.served_model_names,
+            "uptime_s": round(time.time() - house.started_at, 1),
+            "requests_in_flight": house.pipeline.num_running,
+            "worker_restarts": state.restarts,
+            "engine": None if state.ready is None else msgspec.to_builtins(state.ready),
+            "stats": msgspec.to_builtins(state.stats),
+        }
+    )
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(services(request).metrics.render(), headers={"content-type": METRICS_TYPE})
+
+
+async def cancel(request: Request) -> Response:
+    """End a running request of the same key; its client gets what there is, with ``finish_reason`` "abort"."""
+    request_id = str(request.path_params["request_id"])
+    if not services(request).pipeline.cancel(request_id, key_name(request)):
+        raise RouteNotFound(
+            "there is no running request with this id", param="request_id", code="request_not_found"
+        )
+    return json_response({"id": request_id, "object": "request.cancelled", "cancelled": True})
+
+
+async def cache_stats(request: Request) -> Response:
+    """Blocks of the KV pool and hits of the prefix cache."""
+    house = services(request)
+    state = house.engine.state()
+    stats = state.stats
+    return json_response(
+        {
+            "block_size": state.ready.block_size if state.ready else None,
+            "blocks": {
+                "total": stats.blocks_total,
+                "held": stats.blocks_held,
+                "cached": stats.blocks_cached,
+                "free": stats.blocks_total - stats.blocks_held - stats.blocks_cached,
+            },
+            "prefix_cache": {
+                "enabled": house.config.engine.enable_prefix_cache,
+                "queried_tokens": stats.prefix_queries_total,
+                "hit_tokens": stats.prefix_hits_total,
+            },
+            "preemptions": stats.preemptions_total,
+        }
+    )
+
+
+async def clear_cache(request: Request) -> Response:
+    """Forget all cached prefixes that no running request uses."""
+    house = services(request)
+    if house.engine.state().status != "ready":
+        raise NotReady("no worker is running; its cache is gone with it")
+    house.engine.clear_prefix_cache()
+    return json_response({"object": "cache.cleared", "cleared": True})

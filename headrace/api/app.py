@@ -1,0 +1,124 @@
+"""The app factory: routes, layers, and the OpenAPI document.
+
+    RequestIds ► CORS ► ErrorBoundary ► Authentication ► routing ► handler
+
+Handlers take the raw body and decode it themselves (see ``body`` and ``fields``); their schemas are written into
+the OpenAPI document from the same structs that decode them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import headrace
+from headrace.api import admin, models, tokens
+from headrace.api.auth import AuthMiddleware
+from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.openai import generate
+from headrace.api.openai.schema import ChatFields, CompletionFields
+from headrace.api.services import Services
+from headrace.config import GenerationDefaults, ServerConfig
+from headrace.gateway.pipeline import Pipeline, PipelineLimits
+from headrace.gateway.service import EngineClient, RequestMetrics
+from headrace.text.model_text import ModelText
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+KEEP_ALIVE_S = 10.0
+
+# Method, path, handler, schema of the JSON body.
+ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
+    ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatFields),
+    ("POST", "/v1/completions", generate.create_completion, CompletionFields),
+    ("POST", "/v1/requests/{request_id}/cancel", admin.cancel, None),
+    ("GET", "/v1/models", models.list_models, None),
+    ("GET", "/v1/models/{model_id:path}", models.get_model, None),
+    ("POST", "/tokenize", tokens.tokenize, tokens.TokenizeRequest),
+    ("POST", "/detokenize", tokens.detokenize, tokens.Detokenize),
+    ("GET", "/version", models.get_version, None),
+    ("GET", "/health", admin.health, None),
+    ("GET", "/ready", admin.ready, None),
+    ("GET", "/metrics", admin.metrics, None),
+    ("GET", "/v1/status", admin.status, None),
+    ("GET", "/v1/cache/stats", admin.cache_stats, None),
+    ("DELETE", "/v1/cache", admin.clear_cache, None),
+    ("DELETE", "/v1/cache/prefix", admin.clear_cache, None),
+)
+
+
+def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics) -> FastAPI:
+    """The HTTP side of one engine."""
+    app = FastAPI(
+        title="Headrace",
+        version=headrace.__version__,
+        root_path=config.root_path,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={HTTPException: answer_http_exception},
+    )
+    app.state.services = make_services(config, engine, text, metrics)
+    schemas: list[type] = []
+    for method, path, handler, schema in ROUTES:
+        _add_route(app, method, path, handler, schema)
+        if schema is not None:
+            schemas.append(schema)
+    _document(app, schemas)
+    app.add_middleware(AuthMiddleware, config=config)
+    app.add_middleware(ErrorBoundary, metrics=metrics)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
+            allow_headers=("*",),
+            expose_headers=(HEADER, "retry-after"),
+        )
+    app.add_middleware(RequestIds)
+    return app
+
+
+def make_services(
+    config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics
+) -> Services:
+    limits = PipelineLimits(
+        queue_timeout_s=config.queue_timeout_s,
+        progress_timeout_s=config.progress_timeout_s,
+        keep_alive_s=KEEP_ALIVE_S,
+    )
+    defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
+    pipeline = Pipeline(engine, text.tokenizer, metrics, limits)
+    return Services(config, engine, text, metrics, pipeline, defaults)
+
+
+def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:
+    extra: dict[str, Any] | None = None
+    if schema is not None:
+        reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+    app.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=extra)
+    if method == "GET":
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+
+def _document(app: FastAPI, schemas: list[type]) -> None:
+    """Add the bodies' schemas to the OpenAPI document, which is made at the first request for it."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, components = msgspec.json.schema_components(schemas, ref_template="#/components/schemas/{name}")
+            document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

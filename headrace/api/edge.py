@@ -1,0 +1,143 @@
+"""The outermost layers: a request id on every answer, and every failure as JSON.
+
+``RequestIds`` wraps everything. ``ErrorBoundary`` sits inside CORS (so that browsers may read errors) and outside
+authentication: whatever is raised in there becomes an answer in the dialect's error shape, or a log line when the
+answer has already begun. No traceback, path or class name leaves the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.api.errors import (
+    ClientGone,
+    MethodNotAllowed,
+    RateLimited,
+    RouteNotFound,
+    error_headers,
+    openai_error_bytes,
+)
+from headrace.api.request_scope import REQUEST_ID, is_accepted
+from headrace.errors import InternalFault, InvalidRequest, RequestError
+from headrace.gateway.service import RequestMetrics
+
+log = logging.getLogger("headrace.api")
+
+HEADER = "x-request-id"
+_SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+CLIENT_CLOSED = 499
+"""Status in the log (never sent) of requests whose client left."""
+
+
+class RequestIds:
+    """Gives each request an id, sends it back (the client's own when that is sane), writes the access log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[REQUEST_ID] = uuid.uuid4().hex
+        offered = Headers(scope=scope).get(HEADER, "")
+        shown_id = offered if _SANE_ID.fullmatch(offered) else scope[REQUEST_ID]
+        began_at = time.monotonic()
+        status = CLIENT_CLOSED
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = shown_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            log.log(
+                logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
+                "%s %s %d",
+                scope["method"],
+                ascii(scope["path"][:200])[1:-1],
+                status,
+                extra={
+                    "request_id": shown_id,
+                    "id": scope[REQUEST_ID],
+                    "duration_s": round(time.monotonic() - began_at, 3),
+                },
+            )
+
+
+class ErrorBoundary:
+    """Turns what is raised inside into answers, and counts refusals."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientGone:
+            return
+        except RequestError as error:
+            failure = error
+        except Exception:
+            log.exception("a request failed", extra={"id": scope[REQUEST_ID]})
+            failure = InternalFault("internal error")
+        else:
+            return
+        if not is_accepted(scope):
+            self._metrics.rejected(rejection_reason(failure))
+        if not begun:
+            await error_response(failure)(scope, receive, send)
+
+
+def error_response(error: RequestError) -> Response:
+    return Response(
+        openai_error_bytes(error), error.status, media_type="application/json", headers=error_headers(error)
+    )
+
+
+def rejection_reason(error: RequestError) -> str:
+    """Label of the rejection counter: a code from a closed set."""
+    if isinstance(error, RateLimited):
+        return "rate_limit"
+    return error.code or error.kind
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Routing's own errors: unknown paths and methods. ``OPTIONS`` on a known path says what is allowed."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    path = ascii(request.url.path[:200])[1:-1]
+    if status == 404:
+        return error_response(RouteNotFound(f"there is no route {request.method} {path}"))
+    if status == 405:
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        answer = error_response(MethodNotAllowed(f"{request.method} is not allowed on {path}"))
+        answer.headers.update(headers)
+        return answer
+    return error_response(InvalidRequest("the request cannot be understood"))

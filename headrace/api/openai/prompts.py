@@ -1,0 +1,192 @@
+"""From checked fields to a ``GenerationRequest``: template or tokenizer, parameters, room.
+
+Tokenizing a long prompt takes a while; it then happens in a thread, so that other streams go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headrace.api.fields import shown
+from headrace.api.openai.params import check_token_ids, for_prompt, sampling_params
+from headrace.api.openai.schema import ChatFields, CompletionFields, SamplingFields
+from headrace.api.openai.tools import tools_for_template
+from headrace.api.services import ModelLimits, Services
+from headrace.errors import InvalidRequest
+from headrace.gateway.pipeline import GenerationRequest, Prompt
+from headrace.gateway.sequence_text import TextOptions
+from headrace.text.stop_strings import validate_stops
+
+T = TypeVar("T")
+
+THREAD_ABOVE_BYTES = 16 * 1024
+MAX_SEQUENCES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of an HTTP request before its body is understood.
+
+    Attributes:
+        id: of the request, without a dialect's prefix.
+        key: name of its API key.
+        received_at: on the monotonic clock.
+        body_bytes: size of its body.
+    """
+
+    id: str
+    key: str
+    received_at: float
+    body_bytes: int
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call here, or in a thread when the body is long."""
+        return await asyncio.to_thread(function) if self.body_bytes > THREAD_ABOVE_BYTES else function()
+
+
+def render_chat(services: Services, fields: ChatFields) -> Callable[[], list[int]]:
+    """A function that renders the messages and tokenizes the result; tools are checked at once."""
+    tools = tools_for_template(fields)
+    variables = {**services.config.chat_template_kwargs, **(fields.chat_template_kwargs or {})}
+    continues = bool(fields.continue_final_message)
+    opens_turn = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
+
+    def render() -> list[int]:
+        token_ids = services.text.chat_template.render(
+            fields.messages,
+            tools=tools,
+            add_generation_prompt=opens_turn,
+            continue_final_message=continues,
+            kwargs=variables,
+        ).token_ids
+        bos = services.text.tokenizer.bos_id
+        if fields.add_special_tokens and bos is not None and token_ids[:1] != [bos]:
+            return [bos, *token_ids]
+        return token_ids
+
+    return render
+
+
+async def chat_request(
+    services: Services, fields: ChatFields, arrival: Arrival, limits: ModelLimits
+) -> GenerationRequest:
+    token_ids = await arrival.call(render_chat(services, fields))
+    return _generation_request(services, fields, [token_ids], arrival, limits, f"chatcmpl-{arrival.id}")
+
+
+async def completion_request(
+    services: Services, fields: CompletionFields, arrival: Arrival, limits: ModelLimits
+) -> tuple[GenerationRequest, list[str]]:
+    """The request, and the prompts' texts (for echo)."""
+    prompts = split_prompts(fields.prompt, limits)
+    tokenizer = services.text.tokenizer
+
+    def tokenize() -> list[list[int]]:
+        return [
+            tokenizer.encode(prompt, parse_special=True, add_bos=fields.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    token_ids = await arrival.call(tokenize)
+    request = _generation_request(services, fields, token_ids, arrival, limits, f"cmpl-{arrival.id}")
+    if not fields.echo:
+        return request, [""] * len(prompts)
+    texts = [
+        prompt if isinstance(prompt, str) and cut.token_ids is ids else tokenizer.decode(cut.token_ids)
+        for prompt, ids, cut in zip(prompts, token_ids, request.prompts, strict=True)
+    ]
+    return request, texts
+
+
+def split_prompts(prompt: object, limits: ModelLimits) -> list[str | list[int]]:
+    """``prompt``'s four forms as a list of texts or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest("prompt must not be an empty list", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    if not any(isinstance(item, str | list) for item in prompt):
+        return [_token_ids(prompt, "prompt", limits)]
+    if all(isinstance(item, list) for item in prompt):
+        return [_token_ids(item, f"prompt[{i}]", limits) for i, item in enumerate(prompt)]
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
+    )
+
+
+def _token_ids(items: list[object], where: str, limits: ModelLimits) -> list[int]:
+    token_ids: list[int] = []
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+            raise InvalidRequest(f"{where} has {shown(item)}, which is no token id", param="prompt")
+        token_ids.append(item)
+    check_token_ids(token_ids, where, limits.vocab_size)
+    return token_ids
+
+
+def _generation_request(
+    services: Services,
+    fields: SamplingFields,
+    prompts: list[list[int]],
+    arrival: Arrival,
+    limits: ModelLimits,
+    request_id: str,
+) -> GenerationRequest:
+    n = fields.n or 1
+    if n * len(prompts) > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
+        )
+    params = sampling_params(fields, services.defaults, services.text.end_token_ids, limits)
+    end_token_ids = services.text.end_token_ids - set(fields.stop_token_ids or ())
+    options = TextOptions(
+        stop=validate_stops(fields.stop),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special=fields.skip_special_tokens is not False,
+        end_token_ids=end_token_ids,
+        min_tokens=params.min_tokens,
+        interval=services.config.stream_interval if fields.stream else None,
+    )
+    return GenerationRequest(
+        id=request_id,
+        prompts=tuple(
+            Prompt(cut, for_prompt(params, fields, len(cut), limits, services.config))
+            for cut in (
+                truncated(token_ids, fields, limits, where) for token_ids, where in _named(prompts, fields)
+            )
+        ),
+        n=n,
+        text=options,
+        priority=fields.priority or 0,
+        key=arrival.key,
+        cache_salt=fields.cache_salt or "",
+        received_at=arrival.received_at,
+    )
+
+
+def _named(prompts: list[list[int]], fields: SamplingFields) -> list[tuple[list[int], str]]:
+    if isinstance(fields, ChatFields):
+        return [(prompts[0], "messages")]
+    if len(prompts) == 1:
+        return [(prompts[0], "prompt")]
+    return [(token_ids, f"prompt[{position}]") for position, token_ids in enumerate(prompts)]
+
+
+def truncated(token_ids: list[int], fields: SamplingFields, limits: ModelLimits, where: str) -> list[int]:
+    """The last ``truncate_prompt_tokens`` tokens; -1 keeps what leaves room for one token of output."""
+    if not token_ids:
+        raise InvalidRequest(f"{where} has no tokens; at least one is needed", param=where)
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1, not 0", param="truncate_prompt_tokens"
+        )
+    return token_ids[-(limits.max_model_len - 1 if keep == -1 else keep) :]

@@ -1,0 +1,144 @@
+"""Schemas of ``/v1/chat/completions`` and ``/v1/completions``: every field that is known, its type and bounds.
+
+A field is in one of four classes; docs/openai-api.md lists them for users:
+
+    honoured    typed here, read by ``params``, ``prompts`` or the renderers
+    hint        accepted, changes nothing in the output (``HINTS``)
+    refused     known and not built: a 400 that names it, unless its value asks for nothing (``REFUSED``)
+    unknown     accepted and counted in a metric
+
+null means absent, everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import InvalidRequest
+from headrace.params import MAX_LOGPROBS
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``include_obfuscation`` pads events against traffic analysis at OpenAI; true is refused here."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that both routes share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: str | None = None
+
+
+class ChatFields(SamplingFields, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionFields(SamplingFields, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+
+
+HINTS = frozenset({
+    "metadata", "user", "store", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "request_id",
+})  # fmt: skip
+
+_TEXT_FORMAT: tuple[object, ...] = ({"type": "text"},)
+
+# Field -> the values that ask for nothing. Empty lists, objects and strings never do.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "response_format": _TEXT_FORMAT,
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
+    "reasoning_effort": (), "reasoning": (), "include_reasoning": (), "thinking": (), "thinking_token_budget": (),
+    "enable_thinking": (), "verbosity": (),
+    "functions": (), "function_call": ("none",),
+    "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "suffix": (), "bad_words": (),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,), "documents": (), "chat_template": (), "media_io_kwargs": (),
+    "mm_processor_kwargs": (), "logits_processors": (), "kv_transfer_params": (), "vllm_xargs": (),
+    "prompt_embeds": (),
+}  # fmt: skip
+_CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
+_COMPLETION_ONLY_REFUSED: dict[str, tuple[object, ...]] = {
+    "tools": (), "tool_choice": ("none",), "messages": (), "top_logprobs": (), "max_completion_tokens": (),
+}  # fmt: skip
+
+
+def refuse_unsupported(body: dict[str, Any], schema: type[SamplingFields]) -> None:
+    """400 for a known field that asks for what is not built; also for a value no version of it could have."""
+    extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
+    for name, neutral in (*REFUSED.items(), *extra.items()):
+        value = body.get(name)
+        if value is None or value in neutral or value in ([], {}, ""):
+            continue
+        if name == "response_format":
+            _check_response_format(value)
+        raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
+
+
+def count_unknown(body: dict[str, Any], schema: type[SamplingFields]) -> int:
+    """Fields that no documented API has."""
+    extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
+    known = (*schema.__struct_fields__, *extra)
+    return sum(1 for name in body if name not in known and name not in HINTS and name not in REFUSED)
+
+
+def _check_response_format(value: object) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema", "structural_tag"):
+        raise InvalidRequest(
+            "response_format must be an object whose type is text, json_object or json_schema",
+            param="response_format",
+        )

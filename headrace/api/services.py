@@ -1,0 +1,64 @@
+"""What every route needs, in one frozen object made by the app factory and kept in ``app.state.services``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from headrace.config import GenerationDefaults, ServerConfig
+from headrace.errors import InternalFault, ModelNotFound, NotReady
+from headrace.gateway.pipeline import Pipeline
+from headrace.gateway.service import EngineClient, RequestMetrics
+from headrace.text.model_text import ModelText
+
+RETRY_STARTING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Of the model that runs: prompt + output tokens, and the token ids that a request may name."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The server behind the routes."""
+
+    config: ServerConfig
+    engine: EngineClient
+    text: ModelText
+    metrics: RequestMetrics
+    pipeline: Pipeline
+    defaults: GenerationDefaults
+    started_at: float = field(default_factory=time.time)
+
+    def model_limits(self) -> ModelLimits:
+        """``NotReady`` until a worker has told its limits."""
+        state = self.engine.state()
+        if state.ready is None:
+            if state.status == "failed":
+                raise NotReady("the engine has failed", retry_after_s=60.0)
+            raise NotReady("the model is still loading", retry_after_s=RETRY_STARTING_S)
+        vocab_size = min(state.ready.vocab_size, self.text.tokenizer.vocab_size)
+        return ModelLimits(state.ready.max_model_len, vocab_size)
+
+    def served_name(self, name: str | None) -> str:
+        """The name an answer carries: the one that was asked for, or the first when none was."""
+        names = self.config.served_model_names
+        if name is None:
+            return names[0]
+        if name not in names:
+            known = ", ".join(names)
+            raise ModelNotFound(f"there is no model {name[:100]!r} here; served: {known}", param="model")
+        return name
+
+
+def services(request: Request) -> Services:
+    found = request.app.state.services
+    if not isinstance(found, Services):
+        raise InternalFault("the server is not set up")
+    return found
