@@ -42,6 +42,7 @@ from headrace.worker.protocol import (
 
 RETRY_STARTING_S = 5.0
 RETRY_RESTARTING_S = 10.0
+RETRY_REPLAY_S = 0.25
 
 log = logging.getLogger("headrace.gateway")
 
@@ -234,9 +235,15 @@ class WorkerClient:
         self.on_step(message.stats, time.monotonic())
 
     def _reject(self, message: Rejected) -> None:
-        if message.request_id in self._journal:
-            self._close(message.request_id).fail(_request_error(message))
-            self._release()
+        stream = self._streams.get(message.request_id)
+        if stream is None:
+            return
+        if message.status == QueueFull.status and stream.is_accepted:  # a replay; it is in already, and waits
+            self._held[message.request_id] = None
+            asyncio.get_running_loop().call_later(RETRY_REPLAY_S, self._release)
+            return
+        self._close(message.request_id).fail(_request_error(message))
+        self._release()
 
     def _close(self, request_id: str) -> SlotStream:
         """Forget an open request; the caller ends its stream."""

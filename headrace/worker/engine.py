@@ -1,0 +1,165 @@
+"""The engine loop's step: schedule, run, update, one step ahead of the host.
+
+        host:    schedule k+1   launch k+1   read k    update k     schedule k+2 …
+        device:  ····· step k ···············|····· step k+1 ······················
+
+Step k+1 is scheduled and launched before the tokens of step k are read, so the device does not wait for Python. A
+sequence that ended in step k has then run one position too far; the scheduler drops that token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from headrace.core.scheduler import Rejection, Scheduler
+from headrace.core.step import SchedulerOutput, StepResult
+from headrace.request import EngineRequest, SequenceOutput
+from headrace.worker.protocol import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    ClearPrefixCache,
+    EngineStats,
+    Rejected,
+    StepOutputs,
+    ToWorker,
+)
+from headrace.worker.step_record import StepRecord
+
+log = logging.getLogger("headrace.worker")
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises for a fault of the device: the step is poisoned, nothing of it may be used."""
+        ...
+
+
+class Runner(Protocol):
+    """What executes scheduler outputs. Launches are read in order, at most two at a time."""
+
+    def launch(self, output: SchedulerOutput) -> StepHandle: ...
+
+
+class MemoryUse(NamedTuple):
+    """Device memory of this process, bytes."""
+
+    active: int = 0
+    peak: int = 0
+    cache: int = 0
+
+
+class Engine:
+    """One scheduler, one runner. Main thread only.
+
+    Args:
+        record: told which requests are in flight before each launch.
+        read_memory: current device memory, read once per step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        record: StepRecord,
+        read_memory: Callable[[], MemoryUse] = MemoryUse,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._record = record
+        self._read_memory = read_memory
+        self._clock = clock
+        self._in_flight: StepHandle | None = None
+        self._running: frozenset[str] = frozenset()  # requests of the step in flight, and those beside it
+        self._answering: set[str] = set()  # those of them that have sampled a token
+        self._steps_total = 0
+        self._step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self._scheduler.has_work()
+
+    def step(self) -> StepOutputs | None:
+        """Launch the next step, then take in the one before. None: there was nothing to do."""
+        output = self._scheduler.schedule(self._clock())
+        launched = self._launch(output)
+        before, self._in_flight = self._in_flight, launched
+        if before is None and launched is None:
+            return None
+        outputs = self._signs_of_life() if output.prefill else []
+        if before is not None:
+            result = before.result()
+            outputs += self._scheduler.update(result, self._clock())
+            self._answering.update(output.request_id for output in outputs if output.token_ids)
+            self._steps_total += 1
+            self._step_s = result.duration_s
+        return StepOutputs(outputs, self.stats())
+
+    def stats(self) -> EngineStats:
+        """Now; ``steps_total`` counts steps whose results were taken in."""
+        stats, memory = self._scheduler.stats(), self._read_memory()
+        return EngineStats(
+            running=stats.running,
+            waiting=stats.waiting,
+            blocks_total=stats.blocks_total,
+            blocks_held=stats.blocks_held,
+            blocks_cached=stats.blocks_cached,
+            steps_total=self._steps_total,
+            prompt_tokens_total=stats.prompt_tokens_total,
+            generation_tokens_total=stats.generation_tokens_total,
+            prefix_queries_total=stats.prefix_queries_total,
+            prefix_hits_total=stats.prefix_hits_total,
+            preemptions_total=stats.preemptions_total,
+            step_s=self._step_s,
+            active_bytes=memory.active,
+            peak_bytes=memory.peak,
+            cache_bytes=memory.cache,
+        )
+
+    def handle(self, message: ToWorker) -> Accepted | Rejected | None:
+        """Obey one message; a request's own fault is an answer, never an exception."""
+        match message:
+            case AddRequest(request):
+                return self._add(request)
+            case AbortRequest(request_id, index):
+                self._scheduler.abort(request_id, index)
+            case ClearPrefixCache():
+                self._scheduler.clear_prefix_cache()
+        return None
+
+    # -- inside
+
+    def _launch(self, output: SchedulerOutput) -> StepHandle | None:
+        """Launch, unless there is nothing to run. The record names everybody who may be blamed for a death now."""
+        before = self._running if self._in_flight is not None else frozenset()
+        self._running = frozenset() if output.is_empty else frozenset(self._scheduler.running_ids())
+        self._answering.intersection_update(self._running | before)
+        self._record.write(self._running | before)
+        return None if output.is_empty else self._runner.launch(output)
+
+    def _signs_of_life(self) -> list[SequenceOutput]:
+        """One empty output per request that is not waiting any more and has no token yet."""
+        return [SequenceOutput(request_id=request_id) for request_id in sorted(self._running - self._answering)]
+
+    def _add(self, request: EngineRequest) -> Accepted | Rejected:
+        try:
+            rejection = self._scheduler.add_request(request, self._clock())
+        except Exception:
+            log.exception("a request could not be queued")
+            rejection = Rejection(500, "internal_error", "the request could not be queued")
+        if rejection is None:
+            return Accepted(request.id)
+        return Rejected(
+            request_id=request.id,
+            status=rejection.status,
+            code=rejection.code,
+            message=rejection.message,
+            param=rejection.param,
+            retry_after_s=rejection.retry_after_s,
+        )

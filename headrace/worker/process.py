@@ -1,0 +1,119 @@
+"""The worker process around the engine: start, loop, end. Everything here runs on the main thread.
+
+    read the start line ─► load (progress, or StartFailed and exit 2) ─► Ready ─► loop:
+        receive (waits only while there is no work) ─► step ─► send
+
+A step that raises is poisoned: nothing of it is released, the reason is sent, and the process exits with code 70;
+the gateway starts another one and replays. Device faults cannot be recovered inside a process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from headrace.config import EngineConfig
+from headrace.core.scheduler import Scheduler
+from headrace.errors import StartupError
+from headrace.worker.engine import Engine, MemoryUse, Runner
+from headrace.worker.lifeline import end_with_parent
+from headrace.worker.mailbox import HeartbeatThread, Mailbox
+from headrace.worker.protocol import (
+    EXIT_POISONED_STEP,
+    EXIT_START_FAILED,
+    LoadProgress,
+    Ready,
+    Shutdown,
+    StartFailed,
+    StepPoisoned,
+    WorkerStart,
+)
+from headrace.worker.step_record import StepRecord
+
+# With work that the scheduler does not run just now, look again this soon.
+STARVED_POLL_S = 0.02
+
+log = logging.getLogger("headrace.worker")
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What loading a model gives."""
+
+    scheduler: Scheduler
+    runner: Runner
+    ready: Ready
+    read_memory: Callable[[], MemoryUse] = MemoryUse
+
+
+Load = Callable[[EngineConfig, Progress], LoadedEngine]
+
+
+def run_worker(load: Load) -> int:
+    """The whole life of a worker; returns the exit code.
+
+    ``load`` raises ``StartupError`` for a permanent fault; anything else it raises is a crash.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    stdin = sys.stdin.fileno()
+    start = read_start(stdin)
+    end_with_parent(stdin, start.folder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    mailbox = Mailbox(context, start.endpoint, start.token)
+    heartbeat = HeartbeatThread(context, start.endpoint, start.token)
+    heartbeat.start()
+    try:
+        loaded = load(start.engine, lambda stage, fraction: mailbox.send(LoadProgress(stage, fraction)))
+        engine = Engine(loaded.scheduler, loaded.runner, StepRecord(start.record), loaded.read_memory)
+        mailbox.send(loaded.ready)
+        return serve(engine, mailbox, heartbeat)
+    except StartupError as error:
+        mailbox.send(StartFailed(str(error)))
+        return EXIT_START_FAILED
+    finally:
+        heartbeat.end()
+        mailbox.close()
+        context.term()
+
+
+def read_start(fd: int) -> WorkerStart:
+    """The first line of standard input; the gateway writes nothing behind it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            raise SystemExit("a worker is started by its gateway, with its configuration on standard input")
+        line += chunk
+    return msgspec.json.decode(line, type=WorkerStart)
+
+
+def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread) -> int:
+    """Loop until told to shut down (0) or until a step is poisoned (70)."""
+    idled = False
+    while True:
+        wait_s = None if not engine.has_work else STARVED_POLL_S if idled else 0
+        for message in mailbox.receive(wait_s):
+            if isinstance(message, Shutdown):
+                return 0
+            if (answer := engine.handle(message)) is not None:
+                mailbox.send(answer)
+        try:
+            outputs = engine.step()
+        except Exception as error:
+            log.exception("step poisoned")
+            mailbox.send(StepPoisoned(f"a step failed: {type(error).__name__}: {error}".splitlines()[0]))
+            return EXIT_POISONED_STEP
+        idled = outputs is None
+        if outputs is not None:
+            mailbox.send(outputs)
+        heartbeat.stats = engine.stats() if outputs is None else outputs.stats

@@ -1,0 +1,249 @@
+"""The server process from outside: start, ready line, signals, drain, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from engine_harness import engine_config, expected, request
+
+from headrace.config import ServerConfig
+from headrace.gateway.server import bind, is_loopback, ready_line, refuse_exposure
+
+pytestmark = pytest.mark.slow
+
+SERVER = Path(__file__).with_name("fake_server.py")
+
+
+class Server:
+    """One server process; ``url`` once it printed its ready line."""
+
+    def __init__(
+        self, tmp: Path, *, port: int = 0, host: str = "127.0.0.1", behaviour: Any = None, **more: Any
+    ) -> None:
+        config = ServerConfig(
+            engine=engine_config(**(behaviour or {})), served_model_names=("m",), host=host, port=port, **more
+        )
+        self.tmp = tmp
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), msgspec.json.encode(config).decode()],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp)},
+        )  # fmt: skip
+        self.url = ""
+
+    def ready(self) -> Server:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"Ready: (http://\S+)  Try: curl ", line)
+        assert found, line
+        self.url = found[1]
+        return self
+
+    def worker(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, timeout_s: float = 20.0) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    servers: list[Server] = []
+
+    def start_one(**more: Any) -> Server:
+        servers.append(Server(tmp_path, **more))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.communicate()
+
+
+class Client(threading.Thread):
+    """Reads one generation in the background."""
+
+    def __init__(self, server: Server, name: str, max_tokens: int, **more: Any) -> None:
+        super().__init__()
+        self.server, self.body = server, {"id": name, "max_tokens": max_tokens, **more}
+        self.lines: list[str] = []
+        self.status = 0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self.server.url}/generate", json=self.body, timeout=60) as response:
+                self.status = response.status_code
+                self.lines.extend(response.iter_lines())
+        except httpx.TransportError as error:
+            self.lines.append(f"cut: {type(error).__name__}")
+
+    def wait_for(self, count: int) -> None:
+        while len(self.lines) < count and self.is_alive():
+            time.sleep(0.01)
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        process.wait(2)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_ready_line_health_and_a_clean_stop(start: Any, tmp_path: Path) -> None:
+    server = start().ready()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    client = Client(server, "r", 30)
+    client.join()
+    assert client.lines == [*map(str, expected(request("r", 30))), "end"]
+    worker = server.worker()
+    server.signal(signal.SIGTERM)
+    code, out, err = server.end()
+    assert (code, out) == (0, "") and "Traceback" not in err
+    assert gone(worker)
+    assert list(tmp_path.glob("headrace-*")) == []
+
+
+def test_health_is_503_while_loading(start: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = start(port=port, behaviour={"block": str(gate)})
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        try:
+            status = httpx.get(f"{url}/health").status_code
+            break
+        except httpx.TransportError:
+            time.sleep(0.02)
+    assert status == 503
+    assert httpx.post(f"{url}/generate", json={"id": "r", "max_tokens": 1}).status_code == 503
+    gate.touch()
+    server.ready()
+    assert server.url == url and httpx.get(f"{url}/health").status_code == 200
+
+
+def test_drain_finishes_the_short_and_ends_the_long(start: Any) -> None:
+    server = start(behaviour={"step_s": 0.01}, drain_timeout_s=3.0).ready()
+    short, long = Client(server, "short", 60), Client(server, "long", 4000, seed=1)
+    for client in (short, long):
+        client.wait_for(5)
+    server.signal(signal.SIGTERM)
+    while (
+        refused := httpx.post(f"{server.url}/generate", json={"id": "new", "max_tokens": 1})
+    ).status_code == 200:
+        time.sleep(0.01)
+    assert refused.status_code == 503
+    code, _, err = server.end()
+    short.join()
+    long.join()
+    assert short.lines == [*map(str, expected(request("short", 60))), "end"]
+    assert long.lines[-1] == "error 503"
+    assert code == 0 and "Traceback" not in err
+
+
+def test_a_second_interrupt_stops_now(start: Any, tmp_path: Path) -> None:
+    server = start(behaviour={"step_s": 0.01}, drain_timeout_s=600.0).ready()
+    long = Client(server, "long", 4000)
+    long.wait_for(5)
+    worker = server.worker()
+    server.signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    server.signal(signal.SIGINT)
+    assert server.end()[0] == 0
+    long.join()
+    assert gone(worker) and list(tmp_path.glob("headrace-*")) == []
+
+
+@pytest.mark.parametrize("suspended", [False])
+def test_a_worker_never_outlives_its_gateway(start: Any, tmp_path: Path, suspended: bool) -> None:
+    server = start(behaviour={"step_s": 0.01}).ready()
+    long = Client(server, "long", 4000)
+    long.wait_for(5)
+    worker = server.worker()
+    server.signal(signal.SIGKILL)
+    assert gone(worker)
+    assert list(tmp_path.glob("headrace-*")) == []
+    long.join()
+
+
+def test_a_killed_worker_is_a_pause_over_http(start: Any) -> None:
+    server = start(behaviour={"step_s": 0.01}).ready()
+    client = Client(server, "r", 150)
+    client.wait_for(10)
+    server.worker().kill()
+    client.join()
+    assert client.lines == [*map(str, expected(request("r", 150))), "end"]
+
+
+def test_permanent_faults_end_with_one_line(start: Any, tmp_path: Path) -> None:
+    code, out, err = start(behaviour={"fail": "config.json: hidden_size is missing"}).end()
+    assert (code, out) == (2, "")
+    assert [line for line in err.splitlines() if line.startswith("error:")] == [
+        "error: config.json: hidden_size is missing"
+    ]
+    assert "Traceback" not in err
+    code, _, err = start(host="0.0.0.0").end()
+    assert code == 2 and "--api-key" in err and len(err.splitlines()) == 1
+    assert list(tmp_path.glob("headrace-*")) == []
+
+
+@pytest.mark.parametrize("family, address", [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
+def test_a_taken_port_is_named(start: Any, family: socket.AddressFamily, address: str) -> None:
+    with socket.socket(family) as holder:
+        holder.bind((address, 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, out, err = start(port=port).end()
+    assert code == 3 and out == "" and str(port) in err and len(err.splitlines()) == 1
+
+
+def test_an_endless_head_is_refused(start: Any) -> None:
+    server = start().ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    for junk in (b"GET / HTTP/1.1\r\nX-Junk: " + b"a" * 300_000, b"GET /" + b"a" * 300_000):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            try:
+                connection.sendall(junk)
+                answer = connection.recv(4096)
+            except ConnectionError:
+                answer = b""  # closed while we still wrote
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 431")
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"NONSENSE\r\n\r\n")
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 400") and b'{"error":' in answer
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_small_parts() -> None:
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    base = {"engine": engine_config(), "served_model_names": ("m",)}
+    refuse_exposure(ServerConfig(**base, host="0.0.0.0", insecure=True))
+    line = ready_line(ServerConfig(**base, host="::", root_path="/x"), 99)
+    assert line.startswith("Ready: http://[::1]:99/x  Try: curl http://[::1]:99/x/v1/chat/completions")
+    with bind("localhost", 0) as listener:
+        assert listener.getsockname()[1] > 0
