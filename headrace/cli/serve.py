@@ -11,8 +11,11 @@ from headrace.cli.flags import FlagTable, Given, UsageError, collect, make_parse
 from headrace.cli.serve_flags import SERVE_FLAGS
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from headrace.cli.settings import Download
     from headrace.config import ServerConfig
+    from headrace.gateway.service import EngineClient, RequestMetrics
 
 _DESCRIPTION = (
     "MODEL is a folder (safetensors, MLX or Hugging Face layout), a .gguf file or a hub id; "
@@ -27,7 +30,16 @@ def run(argv: Sequence[str]) -> int:
     config = resolve(model, values, os.environ)
     from headrace.gateway.server import run_server
 
-    return int(run_server(config) or 0)
+    return run_server(config, make_app)
+
+
+def make_app(config: ServerConfig, engine: EngineClient, metrics: RequestMetrics) -> FastAPI:
+    """The HTTP application of one model. Raises StartupError: its tokenizer or chat template is at fault."""
+    from headrace.api.app import create_app
+    from headrace.text import model_text
+
+    text = model_text.load(config.engine.model, config.chat_template_file)
+    return create_app(config, engine, text, metrics)
 
 
 def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, object]]:
