@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.flags import FlagTable, Given, UsageError, collect, make_parser, read_arguments, read_mapping
 from headrace.cli.serve_flags import SERVE_FLAGS
+from headrace.errors import StartupError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from headrace.cli.settings import Download
     from headrace.config import ServerConfig
     from headrace.gateway.service import EngineClient, RequestMetrics
 
@@ -79,36 +80,37 @@ def resolve(model: str | None, values: Mapping[str, object], environment: Mappin
 
     Raises UsageError before anything is fetched, StartupError when the model cannot be had.
     """
-    from headrace.cli.settings import download_settings, server_config
+    from headrace.cli.settings import section, server_config
 
     # everything but the path is checked first: a wrong flag must not cost a download
     server_config(values, model_path="", model_name="model", environment=environment)
-    path, name = locate(model, download_settings(values))
+    path, name = locate(model, section(values, "download"))
     return server_config(values, model_path=path, model_name=name, environment=environment)
 
 
-def locate(model: str | None, download: Download) -> tuple[str, str]:
-    """Path of MODEL on this machine, and its name in the API (never a path of this machine)."""
+def locate(model: str | None, download: Mapping[str, Any]) -> tuple[str, str]:
+    """Path of MODEL on this machine, and its name in the API (never a path of this machine).
+
+    ``download``: fields of ``FetchOptions``. Raises StartupError: no such model, or it cannot be fetched.
+    """
     if model is None:
-        from headrace.cli.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+        from headrace.cli.demo_model import DEMO_MODEL_NAME, demo_model_path, ensure_demo_model
 
-        return str(ensure_demo_model(_show_progress)), DEMO_MODEL_NAME
-    local = os.path.expanduser(model)
-    if os.path.exists(local):
-        name = os.path.basename(os.path.abspath(local))
-        return os.path.abspath(local), name.removesuffix(".gguf")
-    from headrace.checkpoint.hub import ensure_local
+        if download.get("offline") and demo_model_path() is None:
+            raise StartupError("the demo model is not on this machine, and fetching is off (--offline)")
+        return str(ensure_demo_model(partial(_show_progress, DEMO_MODEL_NAME))), DEMO_MODEL_NAME
+    from headrace.checkpoint.hub import FetchOptions, ensure_local
 
-    return str(ensure_local(model)), model
+    is_local = os.path.exists(os.path.expanduser(model))
+    if is_local and "revision" in download:
+        raise UsageError(f"--revision is for models from a hub; {model} is on this machine")
+    path = os.path.abspath(ensure_local(model, FetchOptions(**download), _show_progress))
+    return path, os.path.basename(path).removesuffix(".gguf") if is_local else model
 
 
-def _show_progress(done_bytes: int, all_bytes: int) -> None:
+def _show_progress(name: str, done_bytes: int, all_bytes: int) -> None:
     """One line on a terminal's stderr, rewritten as the download goes on."""
     if not sys.stderr.isatty():
         return
     end = "\n" if done_bytes >= all_bytes else ""
-    print(
-        f"\rfetching the demo model: {done_bytes // 10**6} of {all_bytes // 10**6} MB{end}",
-        end="",
-        file=sys.stderr,
-    )
+    print(f"\r{name}: {done_bytes // 10**6} of {all_bytes // 10**6} MB\x1b[K{end}", end="", file=sys.stderr)

@@ -161,9 +161,9 @@ _MODEL = (
     Flag("--keep-quantized", "packed weights stay packed", "engine.keep_quantized", default="by device"),
     Flag("--dequantize", "unpack weights at load", "engine.keep_quantized", const=False),
     Flag("--chat-template", "Jinja file instead of the model's own", "server.chat_template_file", FILE),
-    Flag("--revision", "branch, tag or commit on the hub", "download.revision", text("REV")),
+    Flag("--revision", "branch, tag or commit of a hub model", "download.revision", text("REV")),
     Flag("--offline", "never use the network", "download.offline"),
-    Flag("--download-timeout", "seconds without a byte", "download.timeout_s", number(0, above=True), "120"),
+    Flag("--download-timeout", "seconds without a byte", "download.timeout_s", number(0, above=True), "30"),
     Flag("--download-retries", "further attempts", "download.retries", integer(0), "3"),
 )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from headrace.cli.flags import UsageError
@@ -24,24 +23,10 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Download:
-    """How a model that is not on this machine is fetched."""
-
-    revision: str | None = None
-    offline: bool = False
-    timeout_s: float = 120.0
-    retries: int = 3
-
-
 def section(values: Values, name: str) -> dict[str, Any]:
     """Fields of one section: ``{"port": 1}`` for ``server`` of ``{"server.port": 1, "engine.dtype": "auto"}``."""
     prefix = name + "."
     return {target.removeprefix(prefix): value for target, value in values.items() if target.startswith(prefix)}
-
-
-def download_settings(values: Values) -> Download:
-    return Download(**section(values, "download"))
 
 
 def check(values: Values) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint.hub import FetchOptions
 from headrace.cli.flags import Flag, UsageError
-from headrace.cli.serve import parse, resolve
+from headrace.cli.serve import locate, parse, resolve
 from headrace.cli.serve_flags import SERVE_FLAGS
 from headrace.config import ServerConfig
+from headrace.errors import StartupError
 
 HONOURED = [flag for flag in SERVE_FLAGS.flags if not flag.refused]
 REFUSED = [flag for flag in SERVE_FLAGS.flags if flag.refused]
@@ -62,6 +64,19 @@ def config_of(*words: str, environment: dict[str, str] | None = None) -> ServerC
     return resolve(model or ".", values, environment or {})
 
 
+def test_where_a_model_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    assert locate(str(file), {}) == (str(file), "tiny")
+    assert locate(str(tmp_path) + "/", {}) == (str(tmp_path), tmp_path.name)
+    with pytest.raises(StartupError, match="--offline"):
+        locate("owner/no-such-model", {"offline": True})
+    with pytest.raises(StartupError, match="no such file or folder"):
+        locate("./no-such-folder", {})
+    with pytest.raises(StartupError, match="--revision"):
+        locate(str(tmp_path), {"revision": "main"})
+
+
 def words_of(flag: Flag, file: Path) -> list[str]:
     if flag.kind is None:
         return [flag.name]
@@ -110,9 +125,10 @@ def test_defaults_in_help_are_the_configuration_s() -> None:
     config = config_of()
     for flag in HONOURED:
         section, _, field = flag.target.partition(".")
-        if section not in ("engine", "server") or flag.kind is None or not flag.default:
+        holder = {"engine": config.engine, "server": config, "download": FetchOptions()}.get(section)
+        if holder is None or flag.kind is None or not flag.default:
             continue
-        value = getattr(config.engine if section == "engine" else config, field)
+        value = getattr(holder, field)
         if isinstance(value, int | float):
             assert float(flag.default) == value, flag.name
         elif isinstance(value, str):
