@@ -117,6 +117,11 @@ def blame(journal: Journal, in_step: Set[str]) -> list[str]:
 
 
 def next_suspect(journal: Journal, waiting: Iterable[str]) -> str | None:
-    """The one of ``waiting`` to be replayed alone now: the one with most deaths, the oldest of equals."""
-    suspects = [request_id for request_id in waiting if journal[request_id].is_suspect]
+    """The one of ``waiting`` to be replayed alone now: the one with most deaths, the newest of equals.
+
+    What ran before the newest came had been running well.
+    """
+    waits = frozenset(waiting)
+    newest_first = reversed([request_id for request_id in journal if request_id in waits])
+    suspects = [request_id for request_id in newest_first if journal[request_id].is_suspect]
     return max(suspects, key=lambda request_id: journal[request_id].deaths, default=None)
