@@ -17,6 +17,7 @@ from headrace.errors import ModelFileError
 from headrace.text.tokenizer import Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHER_FORMATS = ("tokenizer.model", "tiktoken.model", "vocab.json")
 
 
 def read_optional(path: Path) -> dict[str, object]:
@@ -51,7 +52,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except FileNotFoundError:
-        raise ModelFileError(f"{path.name}: missing from the model folder") from None
+        others = [name for name in _OTHER_FORMATS if path.with_name(name).exists()]
+        hint = f" ({others[0]} alone is not enough: save it as {path.name} with transformers)" if others else ""
+        raise ModelFileError(f"{path.name}: missing from the model folder{hint}") from None
     except OSError as error:
         raise ModelFileError(f"{path.name}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the library raises plain Exception for anything it cannot parse

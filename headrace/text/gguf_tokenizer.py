@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from headrace.errors import ModelFileError
 from headrace.text.gguf_patterns import WordScheme, word_scheme
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import NAMELESS, Tokenizer
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -146,7 +146,7 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     """Text -> id; an empty text or one that came before gets a name of its own and is never produced."""
     vocabulary: dict[str, int] = {}
     for token_id, token in enumerate(tokens):
-        unique = token if token and token not in vocabulary else f"\0unused {token_id}"
+        unique = token if token and token not in vocabulary else f"{NAMELESS}{token_id}"
         vocabulary[unique] = token_id
     return vocabulary
 

@@ -26,6 +26,8 @@ from headrace.text.special_text import SpecialText
 from headrace.text.unicode import byte_alphabet, check_text
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's visible space
+# Begins the names of entries that stand for nothing: a vocabulary needs distinct names, files have empty ones.
+NAMELESS = "\0nameless "
 
 
 class Tokenizer:
@@ -141,7 +143,7 @@ class Tokenizer:
         if added is not None:
             return added.encode()
         piece = self._parsing.id_to_token(token_id)
-        if piece is None:
+        if piece is None or piece.startswith(NAMELESS):
             return b""
         if self._byte_level:
             alphabet = self._alphabet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import pytest
@@ -120,8 +121,6 @@ def trained_bpe(pre_tokenizer: pre_tokenizers.PreTokenizer) -> tokenizers.Tokeni
 
 
 def bpe_metadata(backend: tokenizers.Tokenizer, scheme: str, **more: object) -> dict[str, object]:
-    import json
-
     model = json.loads(backend.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return {
@@ -227,4 +226,5 @@ def test_duplicates_and_gaps_in_the_tokens() -> None:
     metadata["tokenizer.ggml.tokens"] = [*tokens[:-2], "", tokens[300]]
     tokenizer: Tokenizer = gguf_tokenizer(metadata, "m.gguf")
     assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.decode([len(tokens) - 2, len(tokens) - 1]) == ""
     assert tokenizer.encode(tokens[300].replace(SPACE, " "), parse_special=False, add_bos=False) == [300]
