@@ -1,0 +1,536 @@
+"""What runs in each step.
+
+There is no prefill phase and no decode phase: every sequence has ``num_computed`` and ``num_tokens``, and a step
+hands out tokens so that the first catches up with the second. Chunked prefill, prefix hits, resumption after
+preemption, forks and replay after a worker's death are this one rule. A step has
+
+1. every running sequence that lacks exactly one token (its next one, or the last of its prompt), in order of
+   (priority, arrival); who finds no block preempts the last in that order, and itself if it is the last;
+2. chunks of prompts, as many as the prefill budget allows side by side;
+3. newly admitted sequences, in the waiting queue's order, while seats, blocks and budget last.
+
+Steps are scheduled one ahead of results: a sequence's newest token may still be on the device (``num_in_flight``).
+"No room" is a return value here; an exception is a fault. No clock, no arrays: time and results are passed in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, field
+
+from headrace.core.admission import DrainRate, WaitingQueue
+from headrace.core.kv_cache_manager import KVCacheManager, PrefixHit
+from headrace.core.layout import KVLayout
+from headrace.core.prefill_batch import PrefillBatch
+from headrace.core.prefill_budget import PrefillBudget
+from headrace.core.scheduler_types import Rejection, SchedulerConfig, SchedulerStats
+from headrace.core.sequence import RequestGroup, Sequence, Status
+from headrace.core.step import BlockCopy, ScheduledRow, SchedulerOutput, StepResult
+from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
+
+__all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
+
+MAX_MIXED_PREFILLS = 4  # long prompts under way up to which newcomers get every other prefill step
+AWAITED_BLOCKS = 4  # wait for a prefix that is being computed if it saves at least this many blocks
+
+
+@dataclass(slots=True)
+class _LaunchedRow:
+    """What is needed to understand a row's result."""
+
+    seq: Sequence
+    epoch: int
+    start: int
+    end: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step in the making; kept until its result arrives."""
+
+    step_id: int
+    batch: PrefillBatch
+    decode: list[ScheduledRow] = field(default_factory=list)
+    prefill: list[ScheduledRow] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    launched: list[_LaunchedRow] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    """Owns all sequences of a worker, from ``add_request`` to their last output."""
+
+    def __init__(self, config: SchedulerConfig, layout: KVLayout, num_blocks: tuple[int, ...]) -> None:
+        """``num_blocks``: usable blocks per layer group, the null block not counted."""
+        self._config = config
+        caps = config.max_cached(len(num_blocks))
+        self._kv = KVCacheManager(layout, num_blocks, config.enable_prefix_cache, caps)
+        pool_tokens = self._kv.max_tokens
+        self._max_total = config.max_model_len if pool_tokens is None else min(config.max_model_len, pool_tokens)
+        self._watermark = tuple(math.ceil(config.watermark * n) for n in num_blocks)
+        self._budget = PrefillBudget(config.prefill_step_size, config.max_decode_stall_ms, layout.block_size)
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # by order
+        self._groups: dict[str, RequestGroup] = {}
+        self._launched: dict[int, _Draft] = {}
+        self._drain = DrainRate()
+        self._is_memory_bound = False  # whether blocks, not seats, ended the last admission
+        self._newcomers_turn = False
+        self._next_seq_id = 0
+        self._steps = 0
+        self._num_sequences = 0
+        self._prompt_tokens = self._generation_tokens = 0
+        self._prefix_queries = self._prefix_hits = self._preemptions = 0
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and output tokens of one sequence at most: the model length, or what the pools hold."""
+        return self._max_total
+
+    def add_request(self, request: EngineRequest, now: float) -> Rejection | None:
+        """Queue a request, or say why not; None: queued. Sequences in ``request.done`` are not run."""
+        rejection = self._rejection(request, now)
+        if rejection is not None:
+            return rejection
+        group = RequestGroup(request)
+        for index in range(request.n):
+            if index in request.done:
+                continue
+            seq = Sequence(self._next_seq_id, group, index, self._max_total, self._kv.num_groups)
+            self._next_seq_id += 1
+            group.sequences[index] = seq
+            self._waiting.open_account(seq)
+            if group.leader is None:
+                group.leader = seq
+                self._waiting.add_fresh(seq)
+            else:
+                seq.status = Status.UNFORKED
+                seq.prompt_logprobs = None
+                group.unforked.append(seq)
+        if group.sequences:
+            self._groups[request.id] = group
+            self._num_sequences += len(group.sequences)
+        return None
+
+    def _rejection(self, request: EngineRequest, now: float) -> Rejection | None:
+        prompt = len(request.prompt_token_ids)
+        if not prompt:
+            return Rejection(
+                400, "invalid_prompt", "The prompt is empty: it must have at least one token.", "prompt"
+            )
+        if request.id in self._groups:
+            return Rejection(
+                400, "duplicate_request_id", f"A request with the id {request.id} is running already."
+            )
+        emitted = max((len(tokens) for tokens in request.emitted.values()), default=0)
+        needed = prompt + max(emitted, 1 if request.params.max_tokens else 0)
+        if needed > self._max_total:
+            return Rejection(400, "context_length_exceeded", self._too_long(prompt), "prompt")
+        if self._waiting.num_fresh >= self._config.max_queue + self._free_seats():
+            waiting = self._waiting.num_fresh
+            message = (
+                f"The queue is full: {waiting} requests wait, at most {self._config.max_queue} may. Try later."
+            )
+            return Rejection(429, "queue_full", message, None, self._drain.retry_after_s(waiting, now))
+        return None
+
+    def _too_long(self, prompt: int) -> str:
+        if self._max_total == self._config.max_model_len:
+            return f"The prompt has {prompt} tokens; prompt and output may have {self._max_total} together."
+        return (
+            f"The prompt has {prompt} tokens; the KV memory holds {self._max_total}, prompt and output together "
+            f"(model length {self._config.max_model_len}; --kv-memory-mb or --max-cache-blocks change it)."
+        )
+
+    def _free_seats(self) -> int:
+        """Requests that would start in the next step; waiting for that is no queueing."""
+        if self._is_memory_bound:
+            return 0
+        if not self._config.continuous_batching:
+            return 0 if self._running else 1
+        return max(0, self._config.max_num_seqs - len(self._running))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request or one of its sequences: no further output, its blocks are free at once."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        # Siblings first: dropping the leader before them would promote each in turn.
+        for seq in sorted(group.sequences.values(), key=lambda seq: seq is group.leader):
+            if index is None or seq.index == index:
+                self._drop(seq)
+
+    def has_work(self) -> bool:
+        """Whether a sequence is unfinished or a launched step's result is awaited."""
+        return bool(self._groups or self._launched)
+
+    def running_ids(self) -> list[str]:
+        """Ids of requests with a running sequence, most urgent first."""
+        return list(dict.fromkeys(seq.group.request.id for seq in self._running))
+
+    def waiting_ids(self) -> list[str]:
+        """Ids of requests of which no sequence runs."""
+        running = set(self.running_ids())
+        return [request_id for request_id in self._groups if request_id not in running]
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Make the next step. At most one launched step's result may be outstanding."""
+        if len(self._launched) > 1:
+            raise RuntimeError("two steps are outstanding: update() must follow before schedule()")
+        draft = _Draft(self._steps, PrefillBatch(self._budget, self._config.max_prefill_rows))
+        prefilling = self._schedule_decodes(draft)
+        draft.batch.open(decode_rows=len(draft.decode))
+        if prefilling and self._newcomers_turn and len(prefilling) < MAX_MIXED_PREFILLS:
+            self._admit(draft, now)
+            self._continue_prefills(draft, prefilling)
+        else:
+            if self._newcomers_turn:
+                prefilling.sort(key=lambda seq: seq.num_remaining)
+            self._continue_prefills(draft, prefilling)
+            self._admit(draft, now)
+        if draft.prefill:
+            self._newcomers_turn = not self._newcomers_turn
+        output = SchedulerOutput(draft.step_id, tuple(draft.decode), tuple(draft.prefill), tuple(draft.copies))
+        if not output.is_empty:
+            self._launched[draft.step_id] = draft
+            self._steps += 1
+        return output
+
+    def _schedule_decodes(self, draft: _Draft) -> list[Sequence]:
+        """Rows of one sampled token; returns the running sequences that need more than that."""
+        prefilling: list[Sequence] = []
+        running, rows, launched, block_size = self._running, draft.decode, draft.launched, self._kv.block_size
+        i = 0
+        while i < len(running):  # preemption shortens the list at its end
+            seq = running[i]
+            i += 1
+            start, num_known = seq.num_computed, len(seq.token_ids)
+            num_tokens = num_known + seq.num_in_flight
+            if num_tokens - start != 1 or num_tokens >= seq.limit:
+                if num_tokens > start and not seq.num_in_flight:
+                    prefilling.append(seq)
+                continue  # nothing left to compute, or it ends with the token in flight
+            if start >= seq.capacity and not self._make_room(draft, seq, num_tokens):
+                continue
+            tables = seq.table_tuples
+            if tables is None or len(tables[0]) * block_size <= start:
+                tables = self._kv.table_tuples(seq, num_tokens)
+            rows.append(
+                ScheduledRow(
+                    seq.seq_id,
+                    start,
+                    1,
+                    (seq.token_ids[start],) if start < num_known else (),
+                    tables,
+                    True,
+                    num_tokens,
+                    seq.seed,
+                    seq.params,
+                    seq.num_prompt_tokens,
+                    tuple(seq.token_ids) if seq.uses_history else (),
+                )
+            )
+            seq.last_step = draft.step_id
+            seq.num_computed = num_tokens
+            seq.num_in_flight += 1
+            launched.append(_LaunchedRow(seq, seq.epoch, start, num_tokens, True))
+        return prefilling
+
+    def _make_room(self, draft: _Draft, seq: Sequence, end: int) -> bool:
+        """Blocks for a decode row, preempting the last in order as needed; False: that was ``seq`` itself."""
+        while not self._kv.grow(seq, end):
+            victim = self._running[-1]
+            if victim is seq and len(self._running) == 1:
+                raise RuntimeError(f"a sequence of {end} tokens alone does not fit the pools")
+            self._preempt(draft, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, draft: _Draft, seq: Sequence) -> None:
+        """Take a sequence's blocks; it starts over behind the same tokens, usually from its own cached blocks."""
+        self._running.remove(seq)
+        self._kv.release(seq)
+        seq.epoch += 1
+        seq.status = Status.WAITING
+        self._waiting.add_resumed(seq)
+        self._preemptions += 1
+        draft.preempted = True
+
+    def _continue_prefills(self, draft: _Draft, prefilling: list[Sequence]) -> None:
+        for seq in prefilling:
+            if seq.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            tokens = draft.batch.room(seq.num_computed, seq.num_remaining)
+            tokens = self._fit_chunk(draft, seq, tokens)
+            if tokens:
+                self._add_row(draft, seq, tokens)
+
+    def _fit_chunk(self, draft: _Draft, seq: Sequence, tokens: int) -> int:
+        """Cover a chunk with blocks, or as much of it as there is room for; 0: none this time."""
+        if not tokens or self._kv.grow(seq, seq.num_computed + tokens):
+            return tokens
+        while True:
+            fitting = min(tokens, self._kv.growable(seq) - seq.num_computed)
+            if fitting > 0 and self._kv.grow(seq, seq.num_computed + fitting):
+                return fitting
+            victim = self._running[-1]
+            if victim is seq or victim.last_step == draft.step_id:
+                return 0
+            self._preempt(draft, victim)
+
+    def _add_row(self, draft: _Draft, seq: Sequence, count: int) -> None:
+        """Put a sequence's next ``count`` tokens, all known to the host and covered by blocks, into the step."""
+        start, num_tokens = seq.num_computed, len(seq.token_ids)
+        end = start + count
+        samples = end == num_tokens and num_tokens < seq.limit
+        targets: tuple[int, ...] = ()
+        if seq.wants_prompt_logprobs:
+            targets = tuple(seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)])
+        row = ScheduledRow(
+            seq_id=seq.seq_id,
+            start=start,
+            num_tokens=count,
+            token_ids=tuple(seq.token_ids[start:end]),
+            block_tables=self._kv.table_tuples(seq, end),
+            samples=samples,
+            sample_position=end,
+            seed=seq.seed,
+            params=seq.params,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            history=tuple(seq.token_ids) if seq.uses_history and samples else (),
+            prompt_targets=targets,
+        )
+        if count == 1 and samples and not targets:
+            draft.decode.append(row)
+        else:
+            draft.prefill.append(row)
+            draft.batch.add(start, count)
+        seq.last_step = draft.step_id
+        draft.launched.append(_LaunchedRow(seq, seq.epoch, start, end, samples))
+        seq.num_computed = end
+        seq.num_in_flight += samples
+
+    # -- admission -----------------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft, now: float) -> None:
+        self._is_memory_bound = False
+        while not draft.preempted:
+            seq = self._waiting.next()
+            if seq is None or seq.num_in_flight or not self._has_seat(seq):
+                return
+            hit = self._fork(seq)
+            if hit is None:
+                if draft.batch.is_full:
+                    return
+                hit = self._kv.lookup(seq)
+                if self._awaits_prefix(seq, hit):
+                    return
+            chunk = self._first_chunk(draft, seq, hit)
+            if not chunk:
+                return
+            self._start(draft, seq, hit, chunk, now)
+
+    def _has_seat(self, seq: Sequence) -> bool:
+        if not self._config.continuous_batching and self._running and self._running[0].group is not seq.group:
+            return False
+        return len(self._running) < self._config.max_num_seqs
+
+    def _fork(self, seq: Sequence) -> PrefixHit | None:
+        """The prompt as a running sibling has computed it, all but the last token."""
+        if seq not in seq.group.unforked:
+            return None
+        for sibling in seq.group.sequences.values():
+            if sibling.status is Status.RUNNING:
+                hit = self._kv.fork_hit(sibling, seq.num_prompt_tokens - 1)
+                if hit is not None:
+                    return hit
+        return None
+
+    def _awaits_prefix(self, seq: Sequence, hit: PrefixHit) -> bool:
+        """Whether a running sequence is about to compute blocks that this one could share."""
+        size = self._kv.block_size
+        last = hit.num_tokens // size + AWAITED_BLOCKS - 1
+        end = (last + 1) * size
+        if not self._config.enable_prefix_cache or end > seq.reuse_limit:
+            return False
+        digest = seq.hashes(last + 1, size)[last]
+        return any(
+            other.num_confirmed < end <= len(other.token_ids) and other.hashes(last + 1, size)[last] == digest
+            for other in self._running
+        )
+
+    def _first_chunk(self, draft: _Draft, seq: Sequence, hit: PrefixHit) -> int:
+        """Tokens to compute at once if the sequence is admitted now; 0: it is not."""
+        remaining = len(seq.token_ids) - hit.num_tokens
+        is_decode_row = remaining == 1 and len(seq.token_ids) < seq.limit
+        chunk = 1 if is_decode_row else draft.batch.room(hit.num_tokens, remaining)
+        if not chunk:
+            return 0
+        if self._running:
+            siblings = min(len(seq.group.unforked), self._config.max_num_seqs - 1)
+            spare = tuple(blocks + siblings for blocks in self._watermark)
+            if self._kv.can_start(seq, hit, chunk, spare):
+                return chunk
+            self._is_memory_bound = True
+            return 0
+        # Alone it always fits, if need be with a smaller first chunk (sliding groups).
+        none = (0,) * self._kv.num_groups
+        sizes = (chunk, min(chunk, self._kv.block_size), 1)
+        return next((n for n in sizes if self._kv.can_start(seq, hit, n, none)), 0)
+
+    def _start(self, draft: _Draft, seq: Sequence, hit: PrefixHit, chunk: int, now: float) -> None:
+        self._waiting.admit(seq)
+        draft.copies.extend(self._kv.start(seq, hit, chunk))
+        group = seq.group
+        if seq in group.unforked:
+            group.unforked.remove(seq)
+        if group.cached_tokens is None:
+            group.cached_tokens = min(hit.num_tokens, seq.num_prompt_tokens)
+            self._drain.note_admission(now)
+            self._prompt_tokens += seq.num_prompt_tokens
+            if self._config.enable_prefix_cache:
+                self._prefix_queries += len(seq.token_ids)
+                self._prefix_hits += hit.num_tokens
+        seq.status = Status.RUNNING
+        bisect.insort(self._running, seq, key=lambda running: running.order)
+        self._add_row(draft, seq, chunk)
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Take in the result of a launched step; returns what its sequences say, in the step's order."""
+        draft = self._launched.pop(result.step_id, None)
+        if draft is None:
+            raise ValueError(f"no step {result.step_id} is outstanding")
+        batch = draft.batch
+        self._budget.cost.observe(len(draft.decode), batch.area, batch.mean_context, result.duration_s)
+        outputs: list[SequenceOutput] = []
+        for row in draft.launched:
+            if row.seq.status is not Status.FINISHED:
+                output = self._settle(row, result)
+                if output is not None:
+                    outputs.append(output)
+        return outputs
+
+    def _settle(self, row: _LaunchedRow, result: StepResult) -> SequenceOutput | None:
+        seq = row.seq
+        error = result.failed.get(seq.seq_id)
+        sampled = result.sampled.get(seq.seq_id)
+        seq.num_in_flight -= row.samples
+        if error is None and row.samples and sampled is None:
+            error = "the step returned no token for this sequence"
+        if error is not None:
+            self._drop(seq, keep=False)
+            return seq.output([], [], FinishReason.ERROR, error)
+        if row.epoch == seq.epoch:
+            seq.num_confirmed = row.end
+            if row.end // self._kv.block_size > seq.num_committed:
+                self._kv.commit(seq)
+        if seq.prompt_logprobs is not None and seq.seq_id in result.prompt_logprobs:
+            seq.take_prompt_logprobs(result.prompt_logprobs[seq.seq_id], row.start)
+        if seq.group.unforked:
+            self._ready_siblings(seq)
+        if sampled is None or not row.samples:
+            reason = seq.finish_reason() if row.end >= len(seq.token_ids) else None
+            if reason is None:
+                return None
+            self._drop(seq)
+            return seq.output([], [], reason)
+        return self._take_token(seq, sampled.token_id, sampled.logprobs)
+
+    def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        seq.token_ids.append(token_id)
+        self._generation_tokens += 1
+        if seq.account is not None:
+            seq.account.balance -= 1
+        reason = seq.finish_reason()
+        if reason is not None:
+            self._drop(seq)
+        return seq.output([token_id], [] if logprobs is None else [logprobs], reason)
+
+    def _ready_siblings(self, seq: Sequence) -> None:
+        """Once the leader has computed the prompt but for the last token, the others may fork from it."""
+        if seq is not seq.group.leader or seq.num_confirmed < seq.num_prompt_tokens - 1:
+            return
+        for sibling in seq.group.unforked:
+            if sibling.status is Status.UNFORKED:
+                sibling.status = Status.WAITING
+                self._waiting.add_resumed(sibling)
+
+    def _drop(self, seq: Sequence, keep: bool = True) -> None:
+        """The end of a sequence, in whatever state it is. ``keep``: its blocks may serve others."""
+        if seq.status is Status.RUNNING:
+            self._running.remove(seq)
+            self._kv.release(seq, keep)
+        elif seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+        seq.status = Status.FINISHED
+        self._waiting.close_account(seq)
+        self._num_sequences -= 1
+        group = seq.group
+        del group.sequences[seq.index]
+        if seq in group.unforked:
+            group.unforked.remove(seq)
+        if not group.sequences:
+            del self._groups[group.request.id]
+        elif seq is group.leader:
+            self._promote(group)
+
+    def _promote(self, group: RequestGroup) -> None:
+        """The leader is gone: if siblings still wait for the prompt, the first of them computes it."""
+        unready = [seq for seq in group.unforked if seq.status is Status.UNFORKED]
+        group.leader = unready[0] if unready else None
+        if group.leader is None:
+            return
+        group.unforked.remove(group.leader)
+        group.leader.status = Status.WAITING
+        if group.request.params.prompt_logprobs is not None and not group.leader.is_announced:
+            group.leader.prompt_logprobs = [None]
+        if group.cached_tokens is None:
+            self._waiting.add_fresh(group.leader)
+        else:
+            self._waiting.add_resumed(group.leader)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        pools = self._kv.pools
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=self._num_sequences - len(self._running),
+            blocks_total=sum(pool.num_blocks for pool in pools),
+            blocks_held=sum(pool.num_held for pool in pools),
+            blocks_cached=sum(pool.num_cached for pool in pools),
+            steps_total=self._steps,
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            prefix_queries_total=self._prefix_queries,
+            prefix_hits_total=self._prefix_hits,
+            preemptions_total=self._preemptions,
+        )
+
+    def clear_prefix_cache(self) -> None:
+        """Forget all cached blocks that no sequence holds."""
+        self._kv.clear_cached()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError on any violated equation. For tests and idle moments: walks everything."""
+        self._kv.check_integrity(self._running)
+        sequences = [seq for group in self._groups.values() for seq in group.sequences.values()]
+        if len(sequences) != self._num_sequences:
+            raise RuntimeError(f"{len(sequences)} sequences exist, {self._num_sequences} are counted")
+        running = [seq for seq in sequences if seq.status is Status.RUNNING]
+        if sorted(running, key=lambda seq: seq.order) != self._running:
+            raise RuntimeError("the running list is not the running sequences in order")
+        waiting = {seq.seq_id for seq in sequences if seq.status is Status.WAITING}
+        if waiting != {seq.seq_id for seq in self._waiting} or len(waiting) != len(self._waiting):
+            raise RuntimeError("the waiting queue is not the waiting sequences")
+        if len(self._running) > self._config.max_num_seqs:
+            raise RuntimeError(f"{len(self._running)} sequences run, at most {self._config.max_num_seqs} may")

@@ -1,0 +1,188 @@
+"""A sequence: one output of a request, from the first prompt token to the last sampled one.
+
+    0 ............ confirmed ......... computed ........ known ........ num_tokens
+    | KV written   | KV written by    | to be computed  | sampled, but  |
+    | by finished  | launched steps   |                 | still on the  |
+    | steps        |                  |                 | device        |
+
+There is no prefill phase and no decode phase: ``num_computed`` catches up with ``num_tokens``. Both may count what
+the host has not seen yet, because a step is scheduled before the result of the one before it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from enum import Enum
+
+from headrace.core.account import Account
+from headrace.core.prefix_index import block_digest, root_digest
+from headrace.params import SamplingParams, sequence_seed
+from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
+
+
+class Status(Enum):
+    UNFORKED = "waits for its request's first sequence to compute the prompt"
+    WAITING = "waits for admission"
+    RUNNING = "admitted; holds blocks"
+    FINISHED = "gone; results that still arrive for it are ignored"
+
+
+class RequestGroup:
+    """The sequences of one request that are not finished, by index, and which of them computes the prompt."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.sequences: dict[int, Sequence] = {}
+        self.leader: Sequence | None = None
+        self.unforked: list[Sequence] = []
+        self.cached_tokens: int | None = None  # of the leader's first admission; None: not admitted yet
+
+
+class Sequence:
+    """Mutable state of one sequence; owned by the scheduler, its tables by the KV cache manager.
+
+    Attributes:
+        order: (priority, arrival): smaller is served first and preempted last.
+        token_ids: prompt and output tokens known to the host.
+        num_in_flight: tokens sampled by launched steps whose results have not arrived.
+        epoch: counts preemptions; results of steps launched before the last one no longer confirm KV.
+        limit: prompt and output tokens at most.
+        tables: per layer group, block ids of its positions in order.
+        trimmed: per layer group, leading blocks that left the window (null in the table).
+        capacity: positions that every table covers.
+        last_step: the step it was last scheduled in.
+        num_committed: leading full blocks that were offered to the prefix index.
+        prompt_logprobs: collected so far, entry i of prompt token i; None: not asked, or delivered.
+    """
+
+    __slots__ = (
+        "account",
+        "block_hashes",
+        "capacity",
+        "epoch",
+        "group",
+        "index",
+        "is_announced",
+        "last_step",
+        "limit",
+        "num_committed",
+        "num_computed",
+        "num_confirmed",
+        "num_in_flight",
+        "num_prompt_tokens",
+        "order",
+        "params",
+        "prompt_logprobs",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_token_ids",
+        "table_tuples",
+        "tables",
+        "token_ids",
+        "trimmed",
+        "uses_history",
+    )
+
+    def __init__(self, seq_id: int, group: RequestGroup, index: int, max_total: int, num_groups: int) -> None:
+        request = group.request
+        emitted = request.emitted.get(index, [])
+        self.seq_id = seq_id
+        self.group = group
+        self.index = index
+        self.order = (request.priority, seq_id)
+        self.params: SamplingParams = request.params
+        self.seed = sequence_seed(request.params.seed, index)
+        self.uses_history = request.params.uses_history
+        self.stop_token_ids = frozenset(request.params.stop_token_ids)
+        self.token_ids: list[int] = [*request.prompt_token_ids, *emitted]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.limit = min(self.num_prompt_tokens + request.params.max_tokens, max_total)
+        if emitted and emitted[-1] in self.stop_token_ids:
+            self.limit = len(self.token_ids)  # ended already; only the finish was lost
+        self.status = Status.WAITING
+        self.account: Account | None = None
+        self.num_in_flight = 0
+        self.num_computed = 0
+        self.num_confirmed = 0
+        self.epoch = 0
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.table_tuples: tuple[tuple[int, ...], ...] | None = None
+        self.trimmed = [0] * num_groups
+        self.capacity = 0
+        self.last_step = -1
+        self.num_committed = 0
+        self.block_hashes: list[bytes] = []
+        self.is_announced = bool(emitted)  # whether a first output was made (cached tokens, prompt logprobs)
+        wants_prompt = request.params.prompt_logprobs is not None and not emitted
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt else None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is not computed yet, nor about to be."""
+        return len(self.token_ids) + self.num_in_flight - self.num_computed
+
+    @property
+    def reuse_limit(self) -> int:
+        """Leading tokens that may come from the prefix cache: logits, and asked-for logprobs, must be computed."""
+        known = len(self.token_ids) - 1
+        return known if self.prompt_logprobs is None else min(known, len(self.prompt_logprobs) - 1)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def hashes(self, count: int, block_size: int) -> list[bytes]:
+        """Digests of at least the first ``count`` full blocks, which must be known to the host."""
+        hashes = self.block_hashes
+        parent = hashes[-1] if hashes else root_digest(self.group.request.cache_salt)
+        for i in range(len(hashes), count):
+            parent = block_digest(parent, self.token_ids[i * block_size : (i + 1) * block_size])
+            hashes.append(parent)
+        return hashes
+
+    def parent_hash(self, block: int, block_size: int) -> bytes:
+        """Digest of everything before the ``block``-th block."""
+        if block == 0:
+            return root_digest(self.group.request.cache_salt)
+        return self.hashes(block, block_size)[block - 1]
+
+    def take_prompt_logprobs(self, entries: Ordered[TokenLogprobs], start: int) -> None:
+        """Collect logprobs of prompt tokens start + 1 …; what is known already (recomputation) is skipped."""
+        if self.prompt_logprobs is None or start + 1 > len(self.prompt_logprobs):
+            return
+        known = len(self.prompt_logprobs) - (start + 1)
+        self.prompt_logprobs.extend(entries[max(0, known) :])
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the tokens known so far are the last ones, if they are."""
+        if len(self.token_ids) > self.num_prompt_tokens and self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        finish_reason: FinishReason | None,
+        error: str = "",
+    ) -> SequenceOutput:
+        """Make an output; the first one carries what is said once."""
+        first, self.is_announced = not self.is_announced, True
+        prompt_logprobs, self.prompt_logprobs = (self.prompt_logprobs, None) if first else (None, None)
+        if finish_reason is FinishReason.ERROR:
+            prompt_logprobs = None
+        return SequenceOutput(
+            request_id=self.group.request.id,
+            index=self.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=(self.group.cached_tokens or 0) if first else 0,
+            prompt_logprobs=prompt_logprobs,
+            error=error,
+        )
