@@ -162,6 +162,14 @@ class ModelRunner:
         """Drop remembered tables of sequences that no longer exist."""
         self._inputs.forget(live)
 
+    def prefill_logits(self, rows: list[ScheduledRow]) -> mx.array:
+        """Lazy logits ``[P, V]`` of one prefill forward, for checks and measurements outside of steps."""
+        return self._prefill(rows, {})
+
+    def decode_logits(self, rows: Sequence[ScheduledRow]) -> mx.array:
+        """Lazy logits ``[B, V]`` of one decode forward, likewise."""
+        return self._decode(rows)[1]
+
     # -- forwards ----------------------------------------------------------------------------------------
 
     def _forward(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
@@ -198,7 +206,10 @@ class ModelRunner:
         length = max(row.num_tokens for row in rows)
         batch = self._inputs.build(rows, length)
         self._selector.last_of(batch.lengths, length)
-        return self._forward(mx.array(token_array(rows, length)), batch)[:, 0]
+        logits = self._forward(mx.array(token_array(rows, length)), batch)
+        if logits.shape[1] > 1:  # a model without a selective head
+            logits = self._selector.select(logits)
+        return logits[:, 0]
 
     def _prefill_with_logprobs(
         self,

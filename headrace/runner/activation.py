@@ -1,0 +1,77 @@
+"""How much device memory a step needs beyond weights and pools: measured, not guessed.
+
+A prefill chunk is run over a pool of a few blocks (what is in them does not matter) and MLX's peak is read. The
+largest chunk is run where that takes moments (GPU); on the CPU two small chunks are, and the largest is
+extrapolated on the line through them. The bounded scratch of the reference attention, the copy of one row's
+context, and the sampler's rows of logits are added by formula.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+
+from headrace.core.layout import KVLayout
+from headrace.core.step import ScheduledRow
+from headrace.params import SamplingParams
+from headrace.runner.attention.reference import SCORE_BYTES
+from headrace.runner.kv_layout import ModelLayout
+from headrace.runner.kv_pool import KVPool
+from headrace.runner.logits_head import HeadSelector
+from headrace.runner.model_runner import ModelRunner, RunnerOptions
+
+_CPU_CHUNKS = (32, 96)
+# float32 arrays of [rows, vocabulary] alive at once while rows are sampled with noise and truncation.
+_SAMPLER_ARRAYS = 5
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def measure_activation_bytes(
+    model: object,
+    selector: HeadSelector,
+    found: ModelLayout,
+    vocab_size: int,
+    options: RunnerOptions,
+    *,
+    head_major: bool,
+    chunk: int,
+    max_rows: int,
+    max_model_len: int,
+) -> int:
+    """Peak bytes of a step with a prefill chunk of ``chunk`` tokens and ``max_rows`` sampled rows."""
+    layout = found.layout
+    pool = KVPool(found.layers, [2] * len(layout.groups), layout.block_size, head_major=head_major)
+    runner = ModelRunner(model, selector, pool, layout, vocab_size, options)
+    if head_major:
+        small, large = _CPU_CHUNKS
+        low, high = _peak(runner, pool, layout, small), _peak(runner, pool, layout, large)
+        slope = max(0.0, (high - low) / (large - small))
+        forward = int(low + slope * max(0, chunk - small))
+    else:
+        forward = _peak(runner, pool, layout, chunk)
+    widest = max(layer.bytes_per_token for layer in found.layers)
+    return forward + SCORE_BYTES + widest * max_model_len + _SAMPLER_ARRAYS * 4 * max_rows * vocab_size
+
+
+def _peak(runner: ModelRunner, pool: KVPool, layout: KVLayout, chunk: int) -> int:
+    """Bytes by which a prefill of ``chunk`` tokens raises the peak."""
+    blocks = -(-chunk // layout.block_size)
+    row = ScheduledRow(
+        seq_id=-1,
+        start=0,
+        num_tokens=chunk,
+        token_ids=(0,) * chunk,
+        block_tables=((1,) * blocks,) * len(layout.groups),
+        samples=True,
+        sample_position=chunk,
+        seed=0,
+        params=_PARAMS,
+        num_prompt_tokens=chunk,
+    )
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(runner.prefill_logits([row]), pool.state)
+    return max(0, mx.get_peak_memory() - before)

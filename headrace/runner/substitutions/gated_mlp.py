@@ -1,0 +1,65 @@
+"""Module substitution, CPU with float32 activations: gated feed-forward layers with a fast activation.
+
+The pattern is ``down(act(gate(x)) * up(x))`` with act SiLU or tanh-GELU, whatever the class is called. A module
+is replaced only after it gave the same output on random input as its replacement does with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from headrace.runner.cpu_math import gelu_gate, silu_gate
+
+Gate = Callable[[mx.array, mx.array], mx.array]
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_TOLERANCE = 1e-4
+
+
+class GatedMLP(nn.Module):  # type: ignore[misc]
+    """``down(gate(x) gated with up(x))``; the projections are the replaced module's own."""
+
+    def __init__(self, inner: nn.Module, gate: Gate) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (inner[name] for name in _NAMES)
+        self._gate = gate
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self._gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def substitute_gated_mlps(model: nn.Module) -> int:
+    """Replace what matches; returns how many modules were replaced."""
+    found = [(path, module) for path, module in model.named_modules() if _matches(module)]
+    replaced = []
+    gates: dict[type, Gate | None] = {}
+    for path, module in found:
+        kind = type(module)
+        if kind not in gates:
+            gates[kind] = _equal_gate(module)
+        gate = gates[kind]
+        if gate is not None:
+            replaced.append((path, GatedMLP(module, gate)))
+    model.update_modules(nn.utils.tree_unflatten(replaced))
+    return len(replaced)
+
+
+def _matches(module: nn.Module) -> bool:
+    children = module.children()
+    return set(children) == set(_NAMES) and all(isinstance(children[name], nn.Linear) for name in _NAMES)
+
+
+def _equal_gate(module: nn.Module) -> Gate | None:
+    """The gate with which a ``GatedMLP`` computes what ``module`` does."""
+    weight = module.gate_proj.weight
+    if weight.dtype != mx.float32:
+        return None
+    x = mx.random.normal((2, weight.shape[1]), key=mx.random.key(0))
+    expected = module(x)
+    scale = mx.max(mx.abs(expected)) + 1e-6
+    for gate in (silu_gate, gelu_gate):
+        if (mx.max(mx.abs(GatedMLP(module, gate)(x) - expected)) / scale).item() < _TOLERANCE:
+            return gate
+    return None
