@@ -18,7 +18,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from headrace.errors import InvalidRequest, ModelFileError
 from headrace.text.chat_messages import Message, MessageForm, check_strings, normalise
 from headrace.text.jinja_environment import TemplateRefusal, make_environment
-from headrace.text.special_text import unused_guard
+from headrace.text.special_text import unused_guards
 from headrace.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -175,7 +175,7 @@ class ChatTemplate:
             call({"probe_key": "probe_value"}), "{'probe_key'"
         )
         arguments_text = not reads_object and shows(call('{"probe_key": "probe_value"}'), "probe_value")
-        developer = "developer" in self._sources[name]
+        developer = re.search(r"""["']developer["']""", self._sources[name]) is not None
         return MessageForm(content_parts=content_parts, arguments_text=arguments_text, developer=developer)
 
 
@@ -186,8 +186,7 @@ class _Guards:
         self._tokenizer = tokenizer
         self._special = tokenizer.special
         try:
-            self._guard = unused_guard(_strings(data))
-            self._mark = unused_guard(_strings(data), avoid=self._guard)
+            self._guard, self._mark = unused_guards(_strings(data))
         except ValueError as error:
             raise InvalidRequest(f"these messages cannot be rendered: {error}", param="messages") from None
         self._changed = False

@@ -91,16 +91,16 @@ class SpecialText:
         return parts
 
 
-def unused_guard(texts: Iterable[str], avoid: str = "") -> str:
-    """A guard character that is in none of ``texts`` and differs from ``avoid``.
+def unused_guards(texts: Iterable[str]) -> tuple[str, str]:
+    """Two guard characters that are in none of ``texts``.
 
-    Raises ValueError when every candidate is used, which no honest text does.
+    Raises ValueError when too many candidates are used, which no honest text does.
     """
-    used = set(avoid)
+    used: set[str] = set()
     for text in texts:
         if not text.isascii():
             used.update(char for char in _GUARDS if char in text)
-    for char in _GUARDS:
-        if char not in used:
-            return char
-    raise ValueError("text uses every reserved noncharacter")
+    free = [char for char in _GUARDS if char not in used]
+    if len(free) < 2:
+        raise ValueError("they use all reserved noncharacters")
+    return free[0], free[1]

@@ -26,6 +26,11 @@ from headrace.text.special_text import SpecialText
 from headrace.text.unicode import byte_alphabet, check_text
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's visible space
+# What tokens with "lstrip" or "rstrip" swallow: Unicode's White_Space property.
+_WHITESPACE = (
+    "".join(map(chr, [*range(0x09, 0x0E), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029]))
+    + "\u202f\u205f\u3000"
+)
 # Begins the names of entries that stand for nothing: a vocabulary needs distinct names, files have empty ones.
 NAMELESS = "\0nameless "
 
@@ -109,9 +114,9 @@ class Tokenizer:
                 ids.append(part)
                 continue
             if index and parts[index - 1] in self._strips_right:
-                part = part.lstrip()
+                part = part.lstrip(_WHITESPACE)
             if index + 1 < len(parts) and parts[index + 1] in self._strips_left:
-                part = part.rstrip()
+                part = part.rstrip(_WHITESPACE)
             if part:
                 ids += _ids(self._inner if index else self._plain, part)
         return ids

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.text.special_text import SpecialText, unused_guard
+from headrace.text.special_text import SpecialText, unused_guards
 
 SPECIALS = ["<|a|>", "<|ab|>", "|>", "[I]", "[/I]", "<s>", "</s>"]
 IDS = {text: number for number, text in enumerate(SPECIALS)}
@@ -15,7 +16,7 @@ FINDER = SpecialText(IDS)
 PIECES = st.lists(
     st.sampled_from([*SPECIALS, "<", "|", ">", "[", "]", "/", "s", "a", "b", "I", " ", "é"]), max_size=8
 )
-GUARD = unused_guard([])
+GUARD = unused_guards([])[0]
 
 
 def test_leftmost_longest_occurrences() -> None:
@@ -53,7 +54,9 @@ def test_split_joins_to_the_text(text: str) -> None:
     assert "".join(part if isinstance(part, str) else SPECIALS[part] for part in parts) == text
 
 
-def test_guard_is_in_no_text() -> None:
-    first, second = unused_guard([]), unused_guard([], avoid=unused_guard([]))
-    assert first != second
-    assert unused_guard(["plain", f"x{first}y"]) == second
+def test_guards_are_in_no_text() -> None:
+    first, second = unused_guards([])
+    third, fourth = unused_guards(["plain", f"x{first}y", f"é{second}"])
+    assert len({first, second, third, fourth}) == 4
+    with pytest.raises(ValueError):
+        unused_guards([chr(code) for code in range(0xFDD0, 0xFDF0)])

@@ -33,7 +33,7 @@ WORDS = [
 
 def _add(backend: tokenizers.Tokenizer, strips: bool = False) -> tokenizers.Tokenizer:
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
-    backend.add_tokens([AddedToken("<|turn|>", special=True, normalized=False, rstrip=strips)])
+    backend.add_tokens([AddedToken("<|turn|>", special=True, normalized=False, lstrip=strips, rstrip=strips)])
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return backend
 
