@@ -177,8 +177,7 @@ def test_a_second_interrupt_stops_now(start: Any, tmp_path: Path) -> None:
     assert gone(worker) and list(tmp_path.glob("headrace-*")) == []
 
 
-@pytest.mark.parametrize("suspended", [False])
-def test_a_worker_never_outlives_its_gateway(start: Any, tmp_path: Path, suspended: bool) -> None:
+def test_a_worker_never_outlives_its_gateway(start: Any, tmp_path: Path) -> None:
     server = start(behaviour={"step_s": 0.01}).ready()
     long = Client(server, "long", 4000)
     long.wait_for(5)

@@ -257,6 +257,19 @@ def test_an_abort_ends_the_stream_and_frees_the_blocks() -> None:
     run(main())
 
 
+def test_an_interrupt_does_not_reach_the_worker() -> None:
+    async def main() -> None:
+        async with running_engine(engine_config(step_s=0.005)) as engine:
+            only = request("r", 40)
+            stream = engine.client.submit(only)
+            first = await read_some(stream, 2)
+            os.kill(engine.pid, signal.SIGINT)
+            assert first + (await read(stream))[0] == expected(only)
+            assert engine.client.state().restarts == 0
+
+    run(main())
+
+
 def test_slow_readers_merge_and_hold_nobody_up() -> None:
     async def main() -> None:
         async with running_engine(engine_config()) as engine:

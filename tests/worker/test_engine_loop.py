@@ -1,0 +1,207 @@
+"""The engine's step: one step ahead, honest records, requests' faults as answers, poisoned steps as exits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.layout import KVLayout, LayerGroup
+from headrace.core.scheduler import Scheduler, SchedulerConfig
+from headrace.core.step import SampledToken, SchedulerOutput, StepResult
+from headrace.params import SamplingParams
+from headrace.request import EngineRequest, FinishReason
+from headrace.worker.engine import Engine
+from headrace.worker.process import serve
+from headrace.worker.protocol import (
+    EXIT_POISONED_STEP,
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    ClearPrefixCache,
+    EngineStats,
+    Rejected,
+    Shutdown,
+    StepOutputs,
+    StepPoisoned,
+)
+from headrace.worker.step_record import StepRecord, read_step_record
+
+
+class Runner:
+    """Writes down what is launched and read; samples the position."""
+
+    def __init__(self, record: Path) -> None:
+        self.events: list[str] = []
+        self.record = record
+        self.recorded: list[frozenset[str]] = []
+        self.fault: Exception | None = None
+
+    def launch(self, output: SchedulerOutput) -> Any:
+        self.events.append(f"launch {output.step_id}")
+        self.recorded.append(read_step_record(self.record) or frozenset())
+        return Handle(self, output)
+
+
+class Handle:
+    def __init__(self, runner: Runner, output: SchedulerOutput) -> None:
+        self.runner, self.output = runner, output
+
+    def result(self) -> StepResult:
+        if self.runner.fault is not None:
+            raise self.runner.fault
+        self.runner.events.append(f"read {self.output.step_id}")
+        rows = (*self.output.decode, *self.output.prefill)
+        sampled = {row.seq_id: SampledToken(row.sample_position) for row in rows if row.samples}
+        return StepResult(self.output.step_id, sampled, {}, {}, 0.01)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "record"
+
+
+def engine_of(runner: Runner) -> Engine:
+    layout = KVLayout(16, (LayerGroup("full", 1, 64),))
+    config = SchedulerConfig(max_model_len=1000, prefill_step_size=32, max_queue=2, max_num_seqs=4)
+    return Engine(Scheduler(config, layout, (100,)), runner, StepRecord(str(runner.record)))
+
+
+def add(engine: Engine, name: str, prompt: int = 5, max_tokens: int = 4) -> Accepted | Rejected | None:
+    params = SamplingParams(max_tokens=max_tokens)
+    return engine.handle(AddRequest(EngineRequest(id=name, prompt_token_ids=[1] * prompt, params=params)))
+
+
+def drain(engine: Engine) -> list[StepOutputs]:
+    messages = []
+    while engine.has_work:
+        if (message := engine.step()) is not None:
+            messages.append(message)
+    return messages
+
+
+def test_a_step_is_launched_before_the_one_before_is_read(record: Path) -> None:
+    runner = Runner(record)
+    engine = engine_of(runner)
+    assert add(engine, "a") == Accepted("a")
+    messages = drain(engine)
+    assert runner.events[:4] == ["launch 0", "launch 1", "read 0", "launch 2"]
+    outputs = [output for message in messages for output in message.outputs]
+    assert [token for output in outputs for token in output.token_ids] == [5, 6, 7, 8]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert messages[-1].stats.running == 0 and messages[-1].stats.steps_total == len(runner.events) // 2
+    assert engine.step() is None and not engine.has_work
+
+
+def test_signs_of_life_come_with_each_chunk_until_the_first_token(record: Path) -> None:
+    engine = engine_of(Runner(record))
+    add(engine, "long", prompt=100, max_tokens=2)
+    outputs = [output for message in drain(engine) for output in message.outputs]
+    signs = [output for output in outputs if not output.token_ids and output.finish_reason is None]
+    assert len(signs) >= 3 and outputs[0] in signs
+    assert [output.token_ids for output in outputs if output.token_ids] == [[100], [101]]
+
+
+def test_the_record_names_all_requests_in_flight_and_is_cleared(record: Path) -> None:
+    runner = Runner(record)
+    engine = engine_of(runner)
+    add(engine, "a", max_tokens=3)
+    engine.step()
+    add(engine, "b", max_tokens=3)
+    drain(engine)
+    assert runner.recorded[0] == {"a"}
+    assert {"a", "b"} in runner.recorded
+    engine.step()
+    assert read_step_record(record) == frozenset()
+
+
+def test_torn_records_are_unknown(record: Path) -> None:
+    assert read_step_record(record) is None
+    writer = StepRecord(str(record))
+    writer.write({"request one", "zwei"})
+    assert read_step_record(record) == {"request one", "zwei"}
+    writer.write({"z"})
+    assert read_step_record(record) == {"z"}
+    data = bytearray(record.read_bytes())
+    data[8] ^= 1
+    record.write_bytes(data)
+    assert read_step_record(record) is None
+    record.write_bytes(data[:5])
+    assert read_step_record(record) is None
+
+
+def test_a_refused_request_is_an_answer(record: Path) -> None:
+    engine = engine_of(Runner(record))
+    answer = add(engine, "long", prompt=2000)
+    assert isinstance(answer, Rejected) and (answer.status, answer.code) == (400, "context_length_exceeded")
+    answers = [add(engine, f"r{i}") for i in range(10)]
+    full = answers[-1]
+    assert isinstance(full, Rejected) and full.status == 429 and full.retry_after_s
+    assert isinstance(answers[0], Accepted)
+
+
+def test_a_bug_in_queueing_is_that_requests_500(record: Path) -> None:
+    engine = engine_of(Runner(record))
+
+    def broken(request: EngineRequest, now: float) -> None:
+        raise KeyError("bug")
+
+    engine._scheduler.add_request = broken  # type: ignore[method-assign,assignment]
+    answer = add(engine, "a")
+    assert isinstance(answer, Rejected) and answer.status == 500
+
+
+def test_aborts_free_everything(record: Path) -> None:
+    engine = engine_of(Runner(record))
+    add(engine, "a", max_tokens=500)
+    for _ in range(5):
+        engine.step()
+    engine.handle(AbortRequest("a"))
+    engine.handle(AbortRequest("unknown"))
+    engine.handle(ClearPrefixCache())
+    drain(engine)
+    assert engine.stats().running == engine.stats().blocks_held == 0
+
+
+class ScriptedMailbox:
+    """One batch of messages per look; ends with a shutdown."""
+
+    def __init__(self, *batches: list[Any]) -> None:
+        self.batches = list(batches)
+        self.waits: list[float | None] = []
+        self.sent: list[Any] = []
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        self.waits.append(timeout_s)
+        return self.batches.pop(0) if self.batches else [Shutdown()] if timeout_s is None else []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Beat:
+    stats = EngineStats()
+
+
+def test_the_loop_waits_only_without_work(record: Path) -> None:
+    request = EngineRequest(id="a", prompt_token_ids=[1], params=SamplingParams(max_tokens=3))
+    mailbox, beat = ScriptedMailbox([AddRequest(request)]), Beat()
+    assert serve(engine_of(Runner(record)), mailbox, beat) == 0  # type: ignore[arg-type]
+    assert mailbox.waits[0] is None and mailbox.waits[-1] is None
+    assert set(mailbox.waits[1:-1]) == {0}
+    assert mailbox.sent[0] == Accepted("a")
+    assert beat.stats.steps_total > 0 and beat.stats.running == 0
+
+
+def test_a_poisoned_step_releases_nothing_and_exits_with_its_code(record: Path) -> None:
+    runner = Runner(record)
+    runner.fault = RuntimeError("device lost\nsecond line")
+    request = EngineRequest(id="a", prompt_token_ids=[1], params=SamplingParams(max_tokens=3))
+    mailbox = ScriptedMailbox([AddRequest(request)])
+    assert serve(engine_of(runner), mailbox, Beat()) == EXIT_POISONED_STEP  # type: ignore[arg-type]
+    assert mailbox.sent[-1] == StepPoisoned("a step failed: RuntimeError: device lost")
+    tokens = [o.token_ids for m in mailbox.sent if isinstance(m, StepOutputs) for o in m.outputs if o.token_ids]
+    assert tokens == []
+    assert read_step_record(record) == {"a"}
