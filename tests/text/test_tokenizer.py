@@ -15,8 +15,6 @@ SPECIALS = ["<unk>", "<s>", "</s>", "<|turn|>"]
 ANY_TEXT = st.text(st.characters(codec="utf-8"), max_size=30) | st.text("the catsond()+1 é你", max_size=30)
 MARKUP = st.sampled_from([*SPECIALS, "<think>", " ", "\n", "\x1c", "\u3000"])
 MIXED = st.lists(ANY_TEXT | MARKUP, max_size=6).map("".join)
-    "".join
-)
 
 every_kind = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
