@@ -8,6 +8,7 @@ Modules log a constant message and give the particulars in ``extra``; both forma
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 import sys
@@ -30,10 +31,16 @@ def configure(level: str, log_format: str) -> None:
         raise StartupError(f"--log-format {log_format} is not one of text, json")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatters[log_format])
+    handler.addFilter(_is_no_cancellation)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING if level in ("debug", "info") else level.upper())
     logging.getLogger("headrace").setLevel(level.upper())
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A handler that was cancelled at shutdown is no event."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def fields(record: logging.LogRecord) -> dict[str, object]:

@@ -185,7 +185,7 @@ class _Server:
 
     def _uvicorn_config(self, app: ASGIApp) -> uvicorn.Config:
         config = self._config
-        return uvicorn.Config(
+        settings = uvicorn.Config(
             app,
             http=LimitedHttpProtocol,
             ws="none",
@@ -199,6 +199,13 @@ class _Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WRITES_S,
         )
+        try:
+            settings.load()
+        except OSError as error:  # ssl.SSLError is one
+            raise StartupError(
+                f"--ssl-certfile or --ssl-keyfile cannot be used: {error.strerror or error}"
+            ) from None
+        return settings
 
     async def _announce(self, client: WorkerClient) -> None:
         """Exactly one line when the model first answers: where, and something to paste."""

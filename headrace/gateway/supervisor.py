@@ -42,8 +42,10 @@ MAX_FRUITLESS_FAULTS = 20
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 30.0
 LOAD_SILENCE_S = 120.0
-STOP_S = 3.0
+SLOW_LOAD_S = 2.0
+STOP_S = 1.0
 _TICK_S = 0.5
+_SHORTEST_TICK_S = 0.05
 
 log = logging.getLogger("headrace.gateway")
 
@@ -101,7 +103,8 @@ class Supervisor:
         self._start_fault = ""
         self._poison = ""
         self._steps_total = -1
-        self._heard_at = self._progress_at = 0.0
+        self._stage = ""
+        self._heard_at = self._progress_at = self._started_at = 0.0
         self._stop = asyncio.Event()
         self._gone = asyncio.Event()
 
@@ -118,9 +121,9 @@ class Supervisor:
             death = await self._run_one()
             if self._stop.is_set():
                 break
-            log.error("worker died: %s", death.reason, extra={"in_step": len(death.in_step or ())})
             if death.permanent and not self._ever_ready:
                 raise StartupError(death.reason)
+            log.error("worker died: %s", death.reason, extra={"in_step": len(death.in_step or ())})
             if reason := self._judge(death):
                 self._listener.gave_up(reason)
                 break
@@ -147,7 +150,8 @@ class Supervisor:
     async def _run_one(self) -> WorkerDeath:
         self._ready, self._start_fault, self._poison = False, "", ""
         self._steps_total = -1
-        self._heard_at = self._progress_at = time.monotonic()
+        self._stage = ""
+        self._heard_at = self._progress_at = self._started_at = time.monotonic()
         self._starts += 1
         worker = WorkerProcess(self._context, self._folder, self._starts, self._on_message)
         try:
@@ -170,8 +174,9 @@ class Supervisor:
     async def _watch(self, worker: WorkerProcess) -> WorkerDeath:
         waiting = asyncio.create_task(worker.wait())
         last_tick = time.monotonic()
+        tick_s = min(_TICK_S, max(_SHORTEST_TICK_S, self._stall_timeout_s / 4))
         try:
-            while not (await asyncio.wait({waiting}, timeout=min(_TICK_S, self._stall_timeout_s / 4)))[0]:
+            while not (await asyncio.wait({waiting}, timeout=tick_s))[0]:
                 now = time.monotonic()
                 if now - last_tick > max(5.0, self._stall_timeout_s / 2):
                     self._heard_at = self._progress_at = now  # it was the gateway that stood still
@@ -213,14 +218,20 @@ class Supervisor:
                 self._start_fault = line
             case StepPoisoned(line):
                 self._poison = line
-            case LoadProgress(stage, fraction):
-                log.info("loading: %s", stage, extra={"fraction": round(fraction, 2)})
+            case LoadProgress(stage):
+                self._log_stage(stage)
             case Ready():
                 self._worker_ready(message)
                 return
             case _:
                 pass
         self._listener.worker_message(message)
+
+    def _log_stage(self, stage: str) -> None:
+        """Say what a slow load is at, once per stage; a quick one is silent."""
+        if stage != self._stage and self._heard_at - self._started_at > SLOW_LOAD_S:
+            self._stage = stage
+            log.info("loading: %s", stage)
 
     def _worker_ready(self, ready: Ready) -> None:
         assert self._worker is not None

@@ -197,6 +197,35 @@ def test_a_killed_worker_is_a_pause_over_http(start: Any) -> None:
     assert client.lines == [*map(str, expected(request("r", 150))), "end"]
 
 
+def test_a_stop_while_loading(start: Any, tmp_path: Path) -> None:
+    server = start(behaviour={"block": str(tmp_path / "never")})
+    while not list(tmp_path.glob("headrace-*/step-*")) and server.process.poll() is None:
+        if len(psutil.Process(server.process.pid).children()) == 1:
+            break
+        time.sleep(0.02)
+    time.sleep(0.3)
+    server.signal(signal.SIGTERM)
+    code, out, err = server.end()
+    assert (code, out, err.count("Traceback")) == (0, "", 0)
+    assert list(tmp_path.glob("headrace-*")) == []
+
+
+def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
+    server = start(drain_timeout_s=1.0).ready()
+    body = b'{"id": "silent", "max_tokens": 4000}'
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        silent.sendall(head + body)
+        client = Client(server, "other", 100, seed=3)
+        client.join()
+        assert client.lines[-1] == "end"
+        server.signal(signal.SIGTERM)
+        code, _, err = server.end()
+    assert code == 0 and "Traceback" not in err
+
+
 def test_permanent_faults_end_with_one_line(start: Any, tmp_path: Path) -> None:
     code, out, err = start(behaviour={"fail": "config.json: hidden_size is missing"}).end()
     assert (code, out) == (2, "")
@@ -204,6 +233,9 @@ def test_permanent_faults_end_with_one_line(start: Any, tmp_path: Path) -> None:
         "error: config.json: hidden_size is missing"
     ]
     assert "Traceback" not in err
+    assert len(err.splitlines()) == 1, err
+    code, _, err = start(ssl_certfile=str(tmp_path / "no.pem")).end()
+    assert code == 2 and "--ssl-certfile" in err and len(err.splitlines()) == 1
     code, _, err = start(host="0.0.0.0").end()
     assert code == 2 and "--api-key" in err and len(err.splitlines()) == 1
     assert list(tmp_path.glob("headrace-*")) == []
