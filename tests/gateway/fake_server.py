@@ -1,7 +1,7 @@
 """The real server process around the worker without a model and a small application.
 
-Argument: ServerConfig as JSON. ``GET /health``; ``POST /generate`` with {id, max_tokens, seed, marks} streams one
-token id per line, then ``end`` or ``error STATUS``.
+Argument: ServerConfig as JSON. ``GET /health``; ``POST /generate`` with {id, max_tokens, seed, marks} streams a
+token id per line (and ``padding`` dashes in front of the next), then ``end`` or ``error STATUS``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def make_app(config: ServerConfig, client: WorkerClient, metrics: Metrics) -> An
             await answer(send, error.status, error.message.encode())
             return
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        last = b"end\n"
+        last, padding = b"end\n", "-" * asked.get("padding", 0)
         try:
             async for outputs in stream:
-                lines = "".join(f"{token}\n" for output in outputs for token in output.token_ids)
+                lines = "".join(f"{token}\n" + padding for output in outputs for token in output.token_ids)
                 await send({"type": "http.response.body", "body": lines.encode(), "more_body": True})
         except RequestError as error:
             last = f"error {error.status}\n".encode()

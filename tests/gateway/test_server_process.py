@@ -212,7 +212,7 @@ def test_a_stop_while_loading(start: Any, tmp_path: Path) -> None:
 
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
     server = start(drain_timeout_s=1.0).ready()
-    body = b'{"id": "silent", "max_tokens": 4000}'
+    body = b'{"id": "silent", "max_tokens": 4000, "padding": 5000}'
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     with socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
