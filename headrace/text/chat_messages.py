@@ -2,7 +2,8 @@
 
 Templates know: ``role``, ``content`` (a string; for some a list of parts), ``tool_calls`` (with arguments as an
 object; for some as JSON text), ``tool_call_id``, ``name``, and per family ``reasoning_content``. Null fields
-are dropped, absent content becomes "", text parts are joined without a separator.
+are dropped, absent content becomes "" (null beside tool calls, for templates that tell the two apart), text
+parts are joined without a separator.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class MessageForm:
     Attributes:
         content_parts: content as ``[{"type": "text", "text": …}]`` rather than a string.
         arguments_text: tool-call arguments as JSON text rather than an object.
+        null_content: an assistant message that has tool calls and no content keeps null as its content.
         developer: the template knows the role "developer"; otherwise such messages become "system".
     """
 
     content_parts: bool = False
     arguments_text: bool = False
+    null_content: bool = False
     developer: bool = False
 
 
@@ -56,6 +59,8 @@ def _message(index: int, message: Mapping[str, object], form: MessageForm, names
     calls = result.pop("tool_calls", None)
     if calls:
         result["tool_calls"] = _tool_calls(calls, index, form, names)
+        if form.null_content and message.get("content") is None:
+            result["content"] = None
     call_id = result.get("tool_call_id")
     if role == "tool" and "name" not in result and isinstance(call_id, str) and call_id in names:
         result["name"] = names[call_id]

@@ -152,31 +152,37 @@ class ChatTemplate:
     def _probe_form(self, name: str) -> MessageForm:
         """Find out by rendering small chats which form of messages this template reads."""
 
-        def shows(messages: list[Message], text: str) -> bool:
+        def render(messages: list[Message]) -> str:
             try:
-                return text in self._render_text(name, messages, None, False, {})
+                return self._render_text(name, messages, None, False, {})
             except InvalidRequest:
-                return False
+                return ""
 
         probe = "headrace probe"
         plain: Message = {"role": "user", "content": probe}
         listed: Message = {"role": "user", "content": [{"type": "text", "text": probe}]}
-        content_parts = not shows([plain], probe) and shows([listed], probe)
+        content_parts = probe not in render([plain]) and probe in render([listed])
         user = listed if content_parts else plain
 
-        def call(arguments: object) -> list[Message]:
+        def with_call(arguments: object, content: object) -> str:
             function = {"name": "probe", "arguments": arguments}
             calls = [{"id": "call00000", "type": "function", "function": function}]
-            content: object = [] if content_parts else ""
-            return [user, {"role": "assistant", "content": content, "tool_calls": calls}]
+            return render([user, {"role": "assistant", "content": content, "tool_calls": calls}])
 
-        # An object printed by a template that expects text shows Python's quotes.
-        reads_object = shows(call({"probe_key": "probe_value"}), "probe_value") and not shows(
-            call({"probe_key": "probe_value"}), "{'probe_key'"
+        def shows_argument(text: str) -> bool:
+            # An object printed by a template that expects text shows Python's quotes.
+            return "probe_value" in text and "{'probe_key'" not in text
+
+        empty: object = [{"type": "text", "text": ""}] if content_parts else ""
+        forms: list[object] = [{"probe_key": "probe_value"}, '{"probe_key": "probe_value"}']
+        arguments = next((form for form in forms if shows_argument(with_call(form, empty))), forms[0])
+        without_content = with_call(arguments, None)
+        return MessageForm(
+            content_parts=content_parts,
+            arguments_text=isinstance(arguments, str),
+            null_content=shows_argument(without_content) and "None" not in without_content,
+            developer=re.search(r"""["']developer["']""", self._sources[name]) is not None,
         )
-        arguments_text = not reads_object and shows(call('{"probe_key": "probe_value"}'), "probe_value")
-        developer = re.search(r"""["']developer["']""", self._sources[name]) is not None
-        return MessageForm(content_parts=content_parts, arguments_text=arguments_text, developer=developer)
 
 
 class _Guards:
@@ -229,7 +235,7 @@ class _Guards:
                 **message,
                 "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + self._mark}],
             }
-        return {**message, "content": f"{content}{self._mark}"}
+        return {**message, "content": f"{content or ''}{self._mark}"}
 
     def cut_at_mark(self, text: str) -> str:
         before, mark, _ = text.rpartition(self._mark)

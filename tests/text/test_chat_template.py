@@ -198,6 +198,21 @@ def test_arguments_in_the_form_the_template_reads(scripted_text: Tokenizer) -> N
     assert render(as_object, '{"a": ') == r'"{\"a\": "'  # what the model broke stays as it was
 
 
+def test_no_content_beside_calls(scripted_text: Tokenizer) -> None:
+    def render(expression: str, **content: object) -> str:
+        source = "{% for m in messages %}" + expression + "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        message = {"role": "assistant", "tool_calls": [call], **content}
+        return ChatTemplate(scripted_text, {"default": source}, "template").render([message]).text
+
+    tells_apart = "{% if m.content is not none %}<{{ m.content }}>{% endif %}"
+    assert render(tells_apart).startswith("[")
+    assert render(tells_apart, content=None).startswith("[")
+    assert render(tells_apart, content="").startswith("<>")
+    assert render("<{{ m.content }}>").startswith("<>")
+    assert render("<{{ m.content + '' }}>").startswith("<>")
+
+
 def test_tool_results_learn_the_functions_name(scripted_text: Tokenizer) -> None:
     source = "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name }}:{{ m.content }}{% endif %}{% endfor %}"
     template = ChatTemplate(scripted_text, {"default": source}, "template")
