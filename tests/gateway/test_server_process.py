@@ -278,3 +278,13 @@ def test_small_parts() -> None:
     assert line.startswith("Ready: http://[::1]:99/x  Try: curl http://[::1]:99/x/v1/chat/completions")
     with bind("localhost", 0) as listener:
         assert listener.getsockname()[1] > 0
+
+
+def test_an_idle_server_uses_no_cpu(start: Any) -> None:
+    server = start().ready()
+    Client(server, "r", 10).join()
+    time.sleep(1)
+    tree = [psutil.Process(server.process.pid), server.worker()]
+    before = sum(sum(process.cpu_times()[:2]) for process in tree)
+    time.sleep(5)
+    assert sum(sum(process.cpu_times()[:2]) for process in tree) - before < 0.15
