@@ -17,7 +17,7 @@ from headrace.errors import InvalidRequest
 from headrace.text.unicode import check_text
 
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 100_000
+MAX_STOP_CHARS = 20_000
 
 
 def validate_stops(value: object, param: str = "stop") -> tuple[str, ...]:
@@ -50,29 +50,26 @@ def validate_stops(value: object, param: str = "stop") -> tuple[str, ...]:
     return tuple(stops)
 
 
-class StopStrings:
-    """Cuts one sequence's text at the first stop string. One object per sequence.
+class StopAutomaton:
+    """The automaton of some stop strings: immutable, made once per request, shared by its sequences.
+
+    Node 0 is the root; a node stands for a string that begins some stop.
 
     Args:
         stops: non-empty strings, as ``validate_stops`` returns them.
-        include: whether the stop string itself is emitted.
     """
 
-    __slots__ = ("_children", "_depth", "_fail", "_held", "_include", "_match", "_matched", "_state")
+    __slots__ = ("_children", "_fail", "depth", "first_chars", "match")
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._include = include
-        self._held = ""
-        self._matched: str | None = None
-        self._state = 0
-        # Node 0 is the root; per node: children, length of its string, fallback node, longest stop ending here.
+    def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._fail = [0]
-        self._match: list[str | None] = [None]
+        self._fail = [0]  # the longest proper suffix that is a node too
+        self.depth = [0]  # length of the node's string
+        self.match: list[str | None] = [None]  # the longest stop that the node's string ends with
         for stop in stops:
             self._add(stop)
         self._link()
+        self.first_chars = frozenset(self._children[0])
 
     def _add(self, stop: str) -> None:
         node = 0
@@ -82,29 +79,48 @@ class StopStrings:
                 child = len(self._children)
                 self._children[node][char] = child
                 self._children.append({})
-                self._depth.append(self._depth[node] + 1)
                 self._fail.append(0)
-                self._match.append(None)
+                self.depth.append(self.depth[node] + 1)
+                self.match.append(None)
             node = child
-        self._match[node] = stop
+        self.match[node] = stop
 
     def _link(self) -> None:
-        """Set every node's fallback, breadth first: the longest proper suffix that is also a node."""
+        """Set fallbacks breadth first, so that the shorter node's is there already."""
         queue = deque(self._children[0].values())
         while queue:
             node = queue.popleft()
             for char, child in self._children[node].items():
-                self._fail[child] = self._step(self._fail[node], char)
-                if self._match[child] is None:
-                    self._match[child] = self._match[self._fail[child]]
+                self._fail[child] = self.step(self._fail[node], char)
+                if self.match[child] is None:
+                    self.match[child] = self.match[self._fail[child]]
                 queue.append(child)
 
-    def _step(self, node: int, char: str) -> int:
+    def step(self, node: int, char: str) -> int:
+        """The node after one more character."""
         while (child := self._children[node].get(char)) is None:
             if node == 0:
                 return 0
             node = self._fail[node]
         return child
+
+
+class StopStrings:
+    """Cuts one sequence's text at the first stop string. One object per sequence.
+
+    Args:
+        stops: the strings, or their automaton where several sequences share it.
+        include: whether the stop string itself is emitted.
+    """
+
+    __slots__ = ("_automaton", "_held", "_include", "_matched", "_state")
+
+    def __init__(self, stops: Sequence[str] | StopAutomaton, include: bool = False) -> None:
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
+        self._include = include
+        self._held = ""
+        self._matched: str | None = None
+        self._state = 0
 
     @property
     def matched(self) -> str | None:
@@ -118,18 +134,18 @@ class StopStrings:
         """
         if self._matched is not None:
             return "", None
-        if self._state == 0 and self._children[0].keys().isdisjoint(text):
+        automaton, state = self._automaton, self._state
+        if state == 0 and automaton.first_chars.isdisjoint(text):
             return text, None
         text = self._held + text
-        state = self._state
         for end in range(len(self._held), len(text)):
-            state = self._step(state, text[end])
-            stop = self._match[state]
+            state = automaton.step(state, text[end])
+            stop = automaton.match[state]
             if stop is not None:
                 self._matched, self._held = stop, ""
                 return text[: end + 1 if self._include else end + 1 - len(stop)], stop
         self._state = state
-        cut = len(text) - self._depth[state]
+        cut = len(text) - automaton.depth[state]
         self._held = text[cut:]
         return text[:cut], None
 

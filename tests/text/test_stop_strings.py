@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import scripted
 
 from headrace.errors import InvalidRequest
-from headrace.text.stop_strings import MAX_STOP_CHARS, MAX_STOP_STRINGS, StopStrings, validate_stops
+from headrace.text.stop_strings import MAX_STOP_CHARS, MAX_STOP_STRINGS, StopAutomaton, StopStrings, validate_stops
 
 LETTERS = st.text("ab c", max_size=40)
 STOPS = st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4, unique=True)
@@ -82,6 +82,14 @@ def test_stop_over_and_inside_tokens(script: str, stop: str | list[str], text: s
 
 def test_included_stop_is_sent_and_what_follows_is_not() -> None:
     assert run(["gamma"], ["Alpha beta gam", "ma delta."], include=True) == ("Alpha beta gamma", "gamma")
+
+
+def test_sequences_share_an_automaton() -> None:
+    automaton = StopAutomaton(["abc"])
+    first, second = StopStrings(automaton), StopStrings(automaton)
+    assert first.push("xab") == ("x", None)
+    assert second.push("c") == ("c", None)
+    assert first.push("c") == ("", "abc")
 
 
 def test_held_text_is_released_at_the_end() -> None:
