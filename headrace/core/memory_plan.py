@@ -19,6 +19,8 @@ from headrace.errors import StartupError
 REFERENCE_TOKENS = 2048  # length of the sequences that sliding pools are sized for
 MIN_SEQUENCE_TOKENS = 256  # a pool that cannot hold one sequence this long is refused
 CHUNKS_UNDER_WAY = 6  # chunks whose blocks a sliding group may hold beside the windows
+# On the CPU the pool is filled with zeros at start and attention over long contexts is slow: more must be asked for.
+CPU_POOL_BYTES = 4 << 30
 CONTEXTS = (2048, 8192, 32768)  # for people: how many sequences fit
 
 
@@ -150,6 +152,9 @@ def plan_memory(
         _refuse_above(config.kv_memory_bytes, room, budget, fixed, "--kv-memory-mb", device)
         num_blocks = _largest(layout, config, config.kv_memory_bytes, wanted_len)
     else:
+        if device.kind == "cpu" and room > CPU_POOL_BYTES:
+            room = CPU_POOL_BYTES
+            notes.append(f"KV pool limited to {_mib(room)} on the CPU; --kv-memory-mb raises it")
         num_blocks = _largest(layout, config, room, wanted_len)
     pool_bytes = _pool_bytes(layout, num_blocks)
     held = _max_sequence_tokens(layout, num_blocks)
@@ -209,7 +214,7 @@ def _pool_bytes(layout: KVLayout, num_blocks: tuple[int, ...]) -> int:
 
 
 def _largest(layout: KVLayout, config: EngineConfig, room: int, max_model_len: int) -> tuple[int, ...]:
-    """The largest pools within ``room`` bytes, by bisection; at most twice what all sequences at full length need."""
+    """The largest pools within ``room`` bytes, by bisection; at most twice what full-length sequences need."""
     most = 2 * config.max_num_seqs * -(-max_model_len // layout.block_size)
     low, high = 0, most
     while low < high:

@@ -1,8 +1,8 @@
 """Elementwise functions for MLX's CPU backend, where ``exp`` and ``tanh`` cost one libm call per value.
 
-``fast_exp`` is arithmetic only: 2^n times a polynomial, with n = round(x·log2 e). Compiled, the loop becomes vector
-instructions; SiLU of 32 x 1536 values takes a tenth of the time. The polynomial is the Taylor series of 2^f, degree 6,
-on |f| <= 1/2: its relative error is below 2e-7, that of float32 itself.
+``fast_exp`` is arithmetic only: 2^n times a polynomial, with n = round(x·log2 e). Compiled, the loop becomes
+vector instructions; SiLU of 32 x 1536 values takes a tenth of the time. The polynomial is the Taylor series of
+2^f, degree 6, on |f| <= 1/2: its relative error is below 2e-7, that of float32 itself.
 """
 
 from __future__ import annotations

@@ -102,6 +102,11 @@ class ModelRunner:
         self._newest: tuple[mx.array, dict[int, int]] | None = None
         self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the decode forward is traced per bucket of shapes."""
+        return self._decode_forward is not None
+
     # -- steps -------------------------------------------------------------------------------------------
 
     def launch(self, output: SchedulerOutput) -> StepHandle:

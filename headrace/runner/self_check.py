@@ -8,10 +8,12 @@ wrong token is worse than no token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from headrace.core.layout import KVLayout
 from headrace.core.step import ScheduledRow
@@ -152,5 +154,5 @@ def _difference(expected: mx.array, got: mx.array) -> float:
     """Largest difference as a share of the spread of the expected logits; infinite when not finite."""
     spread = mx.max(expected) - mx.min(expected)
     worst = mx.max(mx.abs(expected - got)) / mx.maximum(spread, 1e-6)
-    value = float(worst.item())
-    return value if value == value else float("inf")
+    value = float(np.array(worst))
+    return value if math.isfinite(value) else math.inf

@@ -60,6 +60,7 @@ def _equal_gate(module: nn.Module) -> Gate | None:
     expected = module(x)
     scale = mx.max(mx.abs(expected)) + 1e-6
     for gate in (silu_gate, gelu_gate):
-        if (mx.max(mx.abs(GatedMLP(module, gate)(x) - expected)) / scale).item() < _TOLERANCE:
+        worst = mx.max(mx.abs(GatedMLP(module, gate)(x) - expected)) / scale
+        if bool((worst < _TOLERANCE).item()):
             return gate
     return None

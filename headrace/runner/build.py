@@ -1,0 +1,208 @@
+"""From an engine configuration to a runner that is ready: load, check, plan, allocate, warm up.
+
+    describe the files ─► load weights ─► probe KV shapes ─► self-check ─► measure ─► plan ─► pools ─► warm up
+
+Everything that can refuse does so before the pools are allocated, with one line that has the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from headrace.checkpoint.config import text_fields
+from headrace.checkpoint.model_folder import ModelFiles, describe
+from headrace.config import EngineConfig
+from headrace.core.layout import KVLayout
+from headrace.core.memory_plan import DeviceMemory, FixedMemory, MemoryPlan, plan_memory
+from headrace.core.scheduler_types import SchedulerConfig
+from headrace.errors import StartupError
+from headrace.runner.activation import measure_activation_bytes
+from headrace.runner.attention.dispatch import install
+from headrace.runner.device import Device, read_device
+from headrace.runner.kv_layout import ModelLayout, read_layout
+from headrace.runner.kv_pool import KVPool
+from headrace.runner.loader import LoadedModel, load_model
+from headrace.runner.logits_head import HeadSelector, substitute_head
+from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.self_check import choose_options
+from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
+from headrace.runner.warm_up import warm_up
+
+log = logging.getLogger("headrace.runner")
+
+Progress = Callable[[str, float], None]
+# MLX keeps freed buffers for reuse; without a bound they can grow to several times the live memory.
+BUFFER_CACHE_BYTES = {"cpu": 256 << 20, "metal": 1 << 30, "cuda": 2 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyInfo:
+    """What the gateway is told about a ready worker."""
+
+    device: str
+    max_model_len: int
+    vocab_size: int
+    attention: str
+    plan: dict[str, int | float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A runner and what the scheduler over it is made from; ``num_blocks`` per layer group, usable ones."""
+
+    runner: ModelRunner
+    scheduler_config: SchedulerConfig
+    layout: KVLayout
+    num_blocks: tuple[int, ...]
+    ready_info: ReadyInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A loaded model that passed its self-check."""
+
+    loaded: LoadedModel
+    found: ModelLayout
+    selector: HeadSelector
+    options: RunnerOptions
+    vocab_size: int
+    head_major: bool
+
+
+def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
+    """Build everything; ``progress(stage, fraction)`` is called along the way.
+
+    Raises:
+        StartupError: files, configuration or memory do not allow a start.
+    """
+    files = describe(config.model)
+    device = read_device()
+    mx.set_cache_limit(BUFFER_CACHE_BYTES[device.kind])
+    prepared = _prepare(config, files, device, progress)
+    progress("measuring", 0.0)
+    plan = _plan(config, files, device, prepared)
+    for line in (*prepared.loaded.notes, *plan.notes):
+        log.info(line)
+    progress("allocating the KV pool", 0.0)
+    pool = KVPool(
+        prepared.found.layers,
+        [count + 1 for count in plan.num_blocks],
+        prepared.found.layout.block_size,
+        head_major=prepared.head_major,
+    )
+    mx.eval(pool.state)
+    runner = ModelRunner(
+        prepared.loaded.model,
+        prepared.selector,
+        pool,
+        prepared.found.layout,
+        prepared.vocab_size,
+        prepared.options,
+    )
+    warm_up(runner, plan, prepared.found.layout, config, progress)
+    return BuiltRunner(
+        runner,
+        _scheduler_config(config, plan, prepared),
+        prepared.found.layout,
+        plan.num_blocks,
+        ReadyInfo(
+            device=f"{device.kind}: {device.name}",
+            max_model_len=plan.max_model_len,
+            vocab_size=prepared.vocab_size,
+            attention=_attention_name(prepared),
+            plan=plan.numbers(),
+        ),
+    )
+
+
+def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> _Prepared:
+    budget = int(device.working_set_bytes * config.memory_utilization)
+    loaded = load_model(
+        files,
+        device=device.kind,
+        dtype=config.dtype,
+        keep_quantized=config.keep_quantized,
+        memory_budget_bytes=budget,
+        progress=lambda fraction: progress("loading", fraction),
+    )
+    model: nn.Module = loaded.model
+    install()
+    block_size = config.block_size or device.block_size
+    head_major = device.kind == "cpu"
+    if head_major and loaded.dtype == "float32":
+        substitute_gated_mlps(model)
+    found = read_layout(model, block_size)
+    selector, _ = substitute_head(model)
+    vocab_size = _vocab_size(model, selector)
+    progress("checking", 0.0)
+    wanted = RunnerOptions(
+        compile=config.compile if config.compile is not None else not head_major,
+        max_prefill_rows=8 if head_major else 1,
+    )
+    if wanted.compile and head_major:
+        raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
+    options = choose_options(model, selector, found, vocab_size, head_major=head_major, wanted=wanted)
+    return _Prepared(loaded, found, selector, options, vocab_size, head_major)
+
+
+def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
+    """Width of the logits; nothing is computed."""
+    selector.all_positions()
+    return int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
+
+
+def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Prepared) -> MemoryPlan:
+    trained = _trained_len(files)
+    wished = config.max_model_len or trained
+    activation = measure_activation_bytes(
+        prepared.loaded.model,
+        prepared.selector,
+        prepared.found,
+        prepared.vocab_size,
+        prepared.options,
+        head_major=prepared.head_major,
+        chunk=min(config.prefill_step_size, wished),
+        max_rows=config.max_num_seqs,
+        max_model_len=wished,
+    )
+    fixed = FixedMemory(
+        weights=prepared.loaded.weights_bytes,
+        activations=activation,
+        buffer_cache=BUFFER_CACHE_BYTES[device.kind],
+    )
+    memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
+    return plan_memory(prepared.found.layout, memory, fixed, config, trained)
+
+
+def _trained_len(files: ModelFiles) -> int:
+    """The context length the model was trained for, as its configuration states it."""
+    fields = text_fields(files.config)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"):
+        if isinstance(fields.get(name), int) and fields[name] > 0:
+            return int(fields[name])
+    return 8192
+
+
+def _scheduler_config(config: EngineConfig, plan: MemoryPlan, prepared: _Prepared) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        prefill_step_size=config.prefill_step_size,
+        max_prefill_rows=8,
+        max_decode_stall_ms=config.max_decode_stall_ms,
+        max_queue=config.max_queue,
+        enable_prefix_cache=config.enable_prefix_cache,
+        prefix_cache_max_blocks=plan.prefix_cache_blocks,
+        continuous_batching=config.continuous_batching,
+    )
+
+
+def _attention_name(prepared: _Prepared) -> str:
+    if prepared.options.materialize:
+        return "reference (materialized)"
+    return "reference (slices)" if prepared.head_major else "reference (gather)"
