@@ -135,18 +135,10 @@ _MEMORY = (
     ),
     Flag(
         "--kv-cache-dtype",
-        "how KV is held; int8 and int4 trade accuracy for memory",
+        "how KV is held",
         "engine.kv_cache_dtype",
-        choice("auto", "int8", "int4"),
-        "auto",
-    ),
-    Flag("--kv-cache-quantization", "same as --kv-cache-dtype int8", "kv_quantization.on"),
-    Flag(
-        "--kv-cache-quantization-bits",
-        "with --kv-cache-quantization: 8 is int8, 4 is int4",
-        "kv_quantization.bits",
-        choice("4", "8"),
-        "8",
+        choice("auto", note="int8 and int4 are not available yet"),
+        "auto, that is the dtype of the weights",
     ),
 )
 
@@ -186,6 +178,7 @@ _ONE_MODEL = "one server holds one model now; start one server per model"
 _NO_SPECULATION = "speculative decoding is not built; leave it out, output is the same without it"
 _LOSSY = "it drops prompt tokens, so answers change; use --prefill-step-size and --max-decode-stall-ms"
 _PREFIX_CACHE = "use --cache-memory-mb (a cap in bytes) or --disable-prefix-cache"
+_NO_QUANTIZED_KV = "quantized KV is not built; leave it out, or lower --max-model-len to save memory"
 _NO_IMAGES = "images, video and audio are not built; leave it out for text models"
 _NO_EMBEDDING = "embedding and rerank models are not built; use another server for them"
 _NO_PARSER = "tool-call and reasoning parsers are not built; leave it out"
@@ -217,9 +210,11 @@ _REFUSED: dict[str, str] = {
     "--mtp-num-draft-tokens": _NO_SPECULATION,
     "--mtp-optimistic": "it accepts tokens unverified, so answers change; leave it out",
     "--prefill-batch-size": "short prompts prefill together up to --prefill-step-size tokens; use that",
-    "--kv-cache-quantization-group-size": "the group follows from the head size; leave it out",
-    "--kv-cache-min-quantize-tokens": "all KV has one format; use --kv-cache-dtype",
-    "--max-kv-size": "dropping old KV changes answers; use --max-model-len or --kv-cache-dtype int8",
+    "--kv-cache-quantization": _NO_QUANTIZED_KV,
+    "--kv-cache-quantization-bits": _NO_QUANTIZED_KV,
+    "--kv-cache-quantization-group-size": _NO_QUANTIZED_KV,
+    "--kv-cache-min-quantize-tokens": _NO_QUANTIZED_KV,
+    "--max-kv-size": "dropping old KV changes answers; use --max-model-len",
     "--no-memory-aware-cache": _PREFIX_CACHE,
     "--prefix-cache-size": _PREFIX_CACHE,
     "--prefix-trie-cache": "prefixes are shared by block hashes, always; " + _PREFIX_CACHE,

@@ -44,7 +44,6 @@ def check(values: Values) -> None:
         "engine.prefix_cache_bytes" in values or "engine.prefix_cache_share" in values
     ):
         raise UsageError("--disable-prefix-cache leaves nothing for --cache-memory-mb or --cache-memory-percent")
-    _kv_cache_dtype(values)
 
 
 def _default(field: str) -> Any:
@@ -54,11 +53,7 @@ def _default(field: str) -> Any:
 
 def engine_config(values: Values, model_path: str) -> EngineConfig:
     """Configuration of the worker; ``model_path`` is on this machine."""
-    fields = section(values, "engine")
-    dtype = _kv_cache_dtype(values)
-    if dtype is not None:
-        fields["kv_cache_dtype"] = dtype
-    return EngineConfig(model=model_path, **fields)
+    return EngineConfig(model=model_path, **section(values, "engine"))
 
 
 def server_config(
@@ -85,20 +80,6 @@ def server_config(
             "give --api-key, or --insecure to serve everybody"
         )
     return config
-
-
-def _kv_cache_dtype(values: Values) -> str | None:
-    """Value of --kv-cache-dtype or of its older spelling; None: neither was given."""
-    dtype = cast("str | None", values.get("engine.kv_cache_dtype"))
-    bits = values.get("kv_quantization.bits")
-    if "kv_quantization.on" not in values:
-        if bits is not None:
-            raise UsageError("--kv-cache-quantization-bits needs --kv-cache-quantization")
-        return dtype
-    older = f"int{bits or 8}"
-    if dtype is not None and dtype != older:
-        raise UsageError(f"--kv-cache-dtype {dtype} contradicts --kv-cache-quantization ({older})")
-    return older
 
 
 def is_loopback(host: str) -> bool:

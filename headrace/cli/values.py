@@ -60,12 +60,13 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
     return Kind("X", parse)
 
 
-def choice(*names: str) -> Kind:
-    """One of ``names``; upper case is accepted."""
+def choice(*names: str, note: str = "") -> Kind:
+    """One of ``names``, in lower or upper case; ``note`` is added to what is said about any other."""
 
     def parse(text: str) -> object:
         if text.lower() not in names:
-            raise ValueError("one of " + ", ".join(names))
+            wanted = "one of " + ", ".join(names) if len(names) > 1 else names[0]
+            raise ValueError(wanted + (f" ({note})" if note else ""))
         return text.lower()
 
     return Kind("{" + ",".join(names) + "}", parse)

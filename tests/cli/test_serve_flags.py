@@ -36,8 +36,7 @@ GOOD: dict[str, str] = {
     "--gpu-memory-utilization": "0.5",
     "--memory-headroom": "0.1",
     "--cache-memory-percent": "0.3",
-    "--kv-cache-dtype": "int8",
-    "--kv-cache-quantization-bits": "4",
+    "--kv-cache-dtype": "auto",
     "--dtype": "bfloat16",
     "--revision": "main",
     "--default-temperature": "0.2",
@@ -48,8 +47,6 @@ GOOD: dict[str, str] = {
     "--default-repetition-penalty": "1.1",
     "--default-chat-template-kwargs": '{"enable_thinking": false}',
 }
-# flags that are wrong alone
-COMPANIONS: dict[str, list[str]] = {"--kv-cache-quantization-bits": ["--kv-cache-quantization"]}
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ def words_of(flag: Flag, file: Path) -> list[str]:
 def test_every_flag_given_once(flag: Flag, good_file: Path) -> None:
     if flag.name == "--api-key-file":
         good_file.write_text("k\n")
-    words = words_of(flag, good_file) + COMPANIONS.get(flag.name, [])
+    words = words_of(flag, good_file)
     if flag.name.startswith("--ssl"):
         words = ["--ssl-certfile", str(good_file), "--ssl-keyfile", str(good_file)]
     _, values = parse(words)
@@ -176,8 +173,7 @@ def test_the_walk_through_works_word_for_word(tmp_path: Path) -> None:
         "--cache-memory-mb 100 --cache-memory-percent 0.1",
         "--disable-prefix-cache --cache-memory-mb 100",
         "--block-size 16 --paged-cache-block-size 32",
-        "--kv-cache-quantization-bits 4",
-        "--kv-cache-quantization --kv-cache-dtype int4",
+        "--kv-cache-dtype int8",
         "--max-tokens 100 --max-request-tokens 50",
         "--ssl-certfile pyproject.toml",
         "model-a model-b",
@@ -207,19 +203,6 @@ def test_unknown_flags_name_the_nearest(word: str, near: str) -> None:
 def test_flags_may_stand_before_the_model() -> None:
     assert parse(["--port", "1", "m", "--host", "localhost"])[0] == "m"
     assert parse([])[0] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "dtype"),
-    [
-        ("", "auto"),
-        ("--kv-cache-quantization", "int8"),
-        ("--kv-cache-quantization --kv-cache-quantization-bits 4", "int4"),
-        ("--kv-cache-dtype int4 --kv-cache-quantization --kv-cache-quantization-bits 4", "int4"),
-    ],
-)
-def test_both_spellings_of_quantized_kv(words: str, dtype: str) -> None:
-    assert config_of(*words.split()).engine.kv_cache_dtype == dtype
 
 
 def test_a_lower_ceiling_lowers_the_default_output_length() -> None:
@@ -328,7 +311,7 @@ def test_a_file_holds_the_same_flags(tmp_path: Path, name: str, content: str) ->
 
 @pytest.mark.parametrize("flag", [f for f in HONOURED if f.name != "--config"], ids=lambda flag: flag.name)
 def test_file_and_command_line_agree_on_every_flag(flag: Flag, good_file: Path, tmp_path: Path) -> None:
-    words = words_of(flag, good_file) + COMPANIONS.get(flag.name, [])
+    words = words_of(flag, good_file)
     if flag.name.startswith("--ssl"):
         words = ["--ssl-certfile", str(good_file), "--ssl-keyfile", str(good_file)]
     settings: dict[str, object] = {}
