@@ -236,7 +236,7 @@ class Metrics(Collector):
         plan = {} if ready is None else {k: v for k, v in ready.plan.items() if not isinstance(v, str)}
         yield _family(
             GaugeMetricFamily, "headrace:prefix_cache_bytes", "KV that only the prefix cache keeps.", self._own,
-            value=stats.blocks_cached * plan.get("block_bytes", 0),
+            value=stats.blocks_cached * _block_bytes(plan),
         )  # fmt: skip
         memory = {"active": stats.active_bytes, "peak": stats.peak_bytes, "cache": stats.cache_bytes}
         yield _family(
@@ -256,6 +256,15 @@ class Metrics(Collector):
             GaugeMetricFamily, "headrace:attention_info", "1 for the attention implementation in use.", self._own,
             "implementation", implementation,
         )  # fmt: skip
+
+
+def _block_bytes(plan: dict[str, int | float]) -> float:
+    """Bytes of a block from the memory plan; with several layer groups, of the mean block.
+
+    Each group's pool has one block more than is usable, the null block.
+    """
+    usable = [count for item, count in plan.items() if item.startswith("blocks_")]
+    return plan.get("pool_bytes", 0) / (sum(usable) + len(usable)) if usable else 0.0
 
 
 def _family(

@@ -89,7 +89,7 @@ def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     num_blocks = config.max_cache_blocks or 1000
     ready = Ready(
         pid=os.getpid(), device="fake", max_model_len=4096, block_size=16, num_blocks=num_blocks, vocab_size=1000,
-        attention="fake", plan={"block_bytes": 1024},
+        attention="fake", plan={"pool_bytes": 1024 * num_blocks, "blocks_full": num_blocks - 1},
     )  # fmt: skip
     scheduler_config = SchedulerConfig(
         max_num_seqs=config.max_num_seqs, max_model_len=4096, max_queue=config.max_queue, prefill_step_size=64

@@ -11,7 +11,7 @@ from headrace.worker.protocol import EngineStats, Ready
 
 READY = Ready(
     pid=1, device="cpu", max_model_len=10, block_size=16, num_blocks=100, vocab_size=10, attention="reference",
-    plan={"block_bytes": 1000, "weights_bytes": 5, "note": "text"},
+    plan={"pool_bytes": 101_000, "blocks_full": 100, "weights_bytes": 5, "note": "text"},
 )  # fmt: skip
 
 
