@@ -16,6 +16,7 @@ from headrace.checkpoint import families
 from headrace.checkpoint.config import positive_int, read_config, read_json_object, text_fields
 from headrace.checkpoint.gguf_config import config_of
 from headrace.checkpoint.gguf_file import read_gguf
+from headrace.checkpoint.hub import staging_folder
 from headrace.checkpoint.quantization import Quantization, read_quantization
 from headrace.checkpoint.safetensors_file import TensorInfo, choose_files, read_folder_tensors
 from headrace.errors import ModelFileError
@@ -64,6 +65,8 @@ def describe(path: str | os.PathLike[str]) -> ModelFiles:
     path = Path(path).expanduser()
     try:
         if not path.exists():
+            if path.name and staging_folder(path).exists():
+                raise ModelFileError(f"{path}: incomplete: its download did not finish; run `model acquire` again")
             raise ModelFileError(f"{path}: no such file or folder")
         if path.is_dir():
             return _describe_folder(path)

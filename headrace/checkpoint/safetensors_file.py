@@ -164,16 +164,17 @@ def choose_files(folder: Path) -> WeightFiles:
     """Apply the rule above to ``folder``. Raises ``ModelFileError`` when none counts or it is unclear which."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     found = [name for name in names if name.endswith(".safetensors")]
-    index_name = _index_name(names)
-    if index_name is not None:
-        index = read_index(folder / index_name)
+    index_file = index_name(names)
+    if index_file is not None:
+        index = read_index(folder / index_file)
         chosen = sorted(set(index.values()))
         return WeightFiles(tuple(chosen), index, tuple(name for name in found if name not in chosen))
-    chosen = _without_index(found)
+    chosen = choose_names(found)
     return WeightFiles(tuple(chosen), None, tuple(name for name in found if name not in chosen))
 
 
-def _index_name(names: list[str]) -> str | None:
+def index_name(names: list[str]) -> str | None:
+    """The index among the names of a folder's files."""
     if "model.safetensors.index.json" in names:
         return "model.safetensors.index.json"
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
@@ -184,7 +185,8 @@ def _index_name(names: list[str]) -> str | None:
     return indexes[0] if indexes else None
 
 
-def _without_index(found: list[str]) -> list[str]:
+def choose_names(found: list[str]) -> list[str]:
+    """Of the sorted names of all .safetensors files, those that count when there is no index."""
     if "model.safetensors" in found:
         return ["model.safetensors"]
     shards = [(match, name) for name in found if (match := _SHARD.match(name)) and match["stem"] == "model"]
