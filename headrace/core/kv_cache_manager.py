@@ -154,13 +154,15 @@ class KVCacheManager:
 
     # -- admission and growth ------------------------------------------------------------------------------
 
-    def can_start(self, seq: Sequence, hit: PrefixHit, chunk: int, spare: tuple[int, ...]) -> bool:
-        """Whether the tables that ``start`` makes fit, with ``spare`` blocks per group left over."""
-        for g, pool in enumerate(self.pools):
-            new = self._blocks_to_start(g, seq, hit, chunk) - len(hit.shared[g])
-            if new + pool.count_unheld(hit.shared[g]) + spare[g] > pool.num_available:
-                return False
-        return True
+    def blocks_to_start(self, seq: Sequence, hit: PrefixHit, chunk: int) -> tuple[int, ...]:
+        """Per group, available blocks that ``start`` would make unavailable."""
+        return tuple(
+            self._blocks_to_start(g, seq, hit, chunk) - len(hit.shared[g]) + pool.count_unheld(hit.shared[g])
+            for g, pool in enumerate(self.pools)
+        )
+
+    def are_available(self, blocks: tuple[int, ...]) -> bool:
+        return all(count <= pool.num_available for count, pool in zip(blocks, self.pools, strict=True))
 
     def _blocks_to_start(self, group: int, seq: Sequence, hit: PrefixHit, chunk: int) -> int:
         """Table length at the start: full groups cover all known tokens, sliding ones the first chunk."""
@@ -170,7 +172,7 @@ class KVCacheManager:
         return -(-end // self.block_size)
 
     def start(self, seq: Sequence, hit: PrefixHit, chunk: int) -> list[BlockCopy]:
-        """Give a waiting sequence its tables; the caller checked ``can_start``. Returns copies for this step."""
+        """Give a waiting sequence its tables (see ``blocks_to_start``). Returns copies for this step."""
         for pool, shared in zip(self.pools, hit.shared, strict=True):
             pool.hold(shared)
         copies: list[BlockCopy] = []

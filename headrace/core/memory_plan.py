@@ -19,7 +19,7 @@ from headrace.errors import StartupError
 REFERENCE_TOKENS = 2048  # length of the sequences that sliding pools are sized for
 MIN_SEQUENCE_TOKENS = 256  # a pool that cannot hold one sequence this long is refused
 CHUNKS_UNDER_WAY = 6  # chunks whose blocks a sliding group may hold beside the windows
-# On the CPU the pool is filled with zeros at start and attention over long contexts is slow: more must be asked for.
+# On the CPU the pool is filled with zeros at start and attention over long contexts is slow: ask for more.
 CPU_POOL_BYTES = 4 << 30
 CONTEXTS = (2048, 8192, 32768)  # for people: how many sequences fit
 

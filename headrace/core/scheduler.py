@@ -32,6 +32,7 @@ from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenL
 __all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 MAX_MIXED_PREFILLS = 4  # long prompts under way up to which newcomers get every other prefill step
+LOOKUP_AGAIN_STEPS = 16
 AWAITED_BLOCKS = 4  # wait for a prefix that is being computed if it saves at least this many blocks
 
 
@@ -44,6 +45,15 @@ class _LaunchedRow:
     start: int
     end: int
     samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """The sequence for which there was no room, and how many blocks per group it would take."""
+
+    seq_id: int
+    step_id: int
+    needed: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -76,7 +86,7 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._launched: dict[int, _Draft] = {}
         self._drain = DrainRate()
-        self._is_memory_bound = False  # whether blocks, not seats, ended the last admission
+        self._blocked: _Blocked | None = None  # set when blocks, not seats, ended the last admission
         self._newcomers_turn = False
         self._next_seq_id = 0
         self._steps = 0
@@ -148,7 +158,7 @@ class Scheduler:
 
     def _free_seats(self) -> int:
         """Requests that would start in the next step; waiting for that is no queueing."""
-        if self._is_memory_bound:
+        if self._blocked is not None:
             return 0
         if not self._config.continuous_batching:
             return 0 if self._running else 1
@@ -320,10 +330,13 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------
 
     def _admit(self, draft: _Draft, now: float) -> None:
-        self._is_memory_bound = False
+        blocked, self._blocked = self._blocked, None
         while not draft.preempted:
             seq = self._waiting.next()
             if seq is None or seq.num_in_flight or not self._has_seat(seq):
+                return
+            if blocked is not None and self._running and self._is_still_blocked(blocked, seq, draft.step_id):
+                self._blocked = blocked
                 return
             hit = self._fork(seq)
             if hit is None:
@@ -336,6 +349,11 @@ class Scheduler:
             if not chunk:
                 return
             self._start(draft, seq, hit, chunk, now)
+
+    def _is_still_blocked(self, blocked: _Blocked, seq: Sequence, step_id: int) -> bool:
+        """Spares a blocked sequence's lookup at every step; others may compute its prefix, so not for ever."""
+        is_recent = blocked.seq_id == seq.seq_id and step_id - blocked.step_id < LOOKUP_AGAIN_STEPS
+        return is_recent and not self._kv.are_available(blocked.needed)
 
     def _has_seat(self, seq: Sequence) -> bool:
         if not self._config.continuous_batching and self._running and self._running[0].group is not seq.group:
@@ -376,14 +394,14 @@ class Scheduler:
         if self._running:
             siblings = min(len(seq.group.unforked), self._config.max_num_seqs - 1)
             spare = tuple(blocks + siblings for blocks in self._watermark)
-            if self._kv.can_start(seq, hit, chunk, spare):
+            needed = tuple(map(sum, zip(self._kv.blocks_to_start(seq, hit, chunk), spare, strict=True)))
+            if self._kv.are_available(needed):
                 return chunk
-            self._is_memory_bound = True
+            self._blocked = _Blocked(seq.seq_id, draft.step_id, needed)
             return 0
         # Alone it always fits, if need be with a smaller first chunk (sliding groups).
-        none = (0,) * self._kv.num_groups
         sizes = (chunk, min(chunk, self._kv.block_size), 1)
-        return next((n for n in sizes if self._kv.can_start(seq, hit, n, none)), 0)
+        return next((n for n in sizes if self._kv.are_available(self._kv.blocks_to_start(seq, hit, n))), 0)
 
     def _start(self, draft: _Draft, seq: Sequence, hit: PrefixHit, chunk: int, now: float) -> None:
         self._waiting.admit(seq)

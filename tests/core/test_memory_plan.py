@@ -15,6 +15,7 @@ GIB = 2**30
 FULL = KVLayout(16, (LayerGroup("full", 16, 65536),))
 MIXED = KVLayout(16, (LayerGroup("full", 3, 6144), LayerGroup("sliding_512", 15, 30720, 512)))
 CPU = DeviceMemory("cpu", 32 * GIB, 32 * GIB, 30 * GIB)
+METAL = DeviceMemory("metal", 32 * GIB, 28 * GIB, 30 * GIB)
 CONFIG = EngineConfig(model="m")
 
 
@@ -29,7 +30,7 @@ def test_budget_is_the_lower_of_working_set_and_free_memory() -> None:
 
 
 def test_the_pool_is_all_that_is_left_and_no_more() -> None:
-    plan = plan_memory(FULL, CPU, FixedMemory(4 * GIB, GIB, 0, GIB), CONFIG, 8192)
+    plan = plan_memory(FULL, METAL, FixedMemory(4 * GIB, GIB, 0, GIB), CONFIG, 8192)
     left = plan.budget_bytes - 6 * GIB
     assert left - FULL.block_bytes(0) < plan.pool_bytes <= left
     rows = dict(plan.rows())
