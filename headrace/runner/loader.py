@@ -104,6 +104,32 @@ def load_model(
 
     Raises ModelFileError (files and configuration disagree) or StartupError (budget) with nothing allocated.
     """
+    model, plan = outline_model(
+        files,
+        device=device,
+        dtype=dtype,
+        keep_quantized=keep_quantized,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    _fill(model, plan, progress)
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    computed = _activation_dtype(model)
+    notes = (*files.warnings, _describe_form(files, plan, computed, held))
+    return LoadedModel(model, files.config, computed, held, bool(plan.packings), notes)
+
+
+def outline_model(
+    files: ModelFiles,
+    *,
+    device: Device,
+    dtype: str,
+    keep_quantized: bool | None,
+    memory_budget_bytes: int | None,
+) -> tuple[nn.Module, Plan]:
+    """The module and how its weights will be held, checked against the files; nothing is allocated.
+
+    Arguments and errors as ``load_model``. The module's own parameters are lazy and of any value.
+    """
     if dtype != "auto" and dtype not in DTYPES:
         raise StartupError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     model = mlx_lm_adapter.build_model(files.model_file, files.config)
@@ -112,11 +138,7 @@ def load_model(
     plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
     install(model, plan.packings)
     check_weights(files, model, {name: shape for piece in plan.pieces for name, shape in piece.shapes.items()})
-    _fill(model, plan, progress)
-    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    computed = _activation_dtype(model)
-    notes = (*files.warnings, _describe_form(files, plan, computed, held))
-    return LoadedModel(model, files.config, computed, held, bool(plan.packings), notes)
+    return model, plan
 
 
 # -- which form ----------------------------------------------------------------------------------------
@@ -132,7 +154,8 @@ def candidate_forms(device: Device, dtype: mx.Dtype | None, keep: bool | None, h
     forms = []
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
         wanted = Form(form.packed and has_packed, dtype or form.dtype)
-        if wanted not in forms:
+        # an MLX dtype cannot be compared with None, so forms are told apart by name
+        if all(str(wanted) != str(form) for form in forms):
             forms.append(wanted)
     return forms
 
