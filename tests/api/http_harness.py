@@ -153,7 +153,12 @@ class Api:
 
 
 def chat_body(content: str, **fields: Any) -> dict[str, Any]:
-    defaults = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 40}
+    defaults = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 40,
+    }
     return {**defaults, **fields}
 
 

@@ -1,7 +1,7 @@
 """An engine in this process that says what the scripted checkpoint would say, without a model.
 
-Knobs are plain attributes: ``paused`` (nothing is generated), ``refusal`` (raised by ``accepted``), ``chunk`` (tokens
-per output), ``failure`` (finish reason instead of the second token), ``state_now``.
+Knobs are plain attributes: ``paused`` (nothing is generated), ``refusal`` (raised by ``accepted``), ``chunk``
+(tokens per output), ``failure`` (finish reason instead of the second token), ``state_now``.
 """
 
 from __future__ import annotations

@@ -257,6 +257,8 @@ def test_token_ids_are_returned_when_asked(api: Api) -> None:
     streamed = api.chat_stream(return_token_ids=True)
     joined = [token for choice in streamed.choices() for token in choice.get("token_ids", [])]
     assert joined == answer["choices"][0]["token_ids"]
-    assert [c["prompt_token_ids"] for c in streamed.chunks if "prompt_token_ids" in c] == [answer["prompt_token_ids"]]
+    assert [c["prompt_token_ids"] for c in streamed.chunks if "prompt_token_ids" in c] == [
+        answer["prompt_token_ids"]
+    ]
     completed = api.complete(return_token_ids=True).json()["choices"][0]
     assert len(completed["prompt_token_ids"]) == 2
