@@ -25,6 +25,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._head_bytes = 0
+        self._num_turns = 0  # from head to body and back
+        self._is_oversized = False
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -38,24 +40,33 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._head_timer is None:
             self._start_timer()
+        turns = self._num_turns
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self._in_head and self._num_turns == turns:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+                self._refuse_size()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._num_turns += 1
         self._stop_timer()
+        self._is_oversized = len(self.url) + sum(len(n) + len(v) for n, v in self.headers) > MAX_HEAD_BYTES
+        if self._is_oversized:  # it came in one piece
+            raise ValueError("head too large")  # the parser stops, and send_400_response is called
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
+        self._num_turns += 1
         self._head_bytes = 0
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not valid HTTP")
+        if self._is_oversized:
+            self._refuse_size()
+        else:
+            self._refuse(400, "the request is not valid HTTP")
 
     # -- inside
 
@@ -69,11 +80,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _head_timed_out(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if not self._head_bytes:  # connected and said nothing
+            self.transport.close()
+        else:
             self._refuse(408, f"the request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s")
+
+    def _refuse_size(self) -> None:
+        self._refuse(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer and close; nothing is sent in the middle of another answer."""
+        if self.transport.is_closing():
+            return
         if self.cycle is None or self.cycle.response_complete:
             error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
             body = msgspec.json.encode({"error": error})

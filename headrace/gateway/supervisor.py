@@ -39,6 +39,7 @@ from headrace.worker.protocol import (
 
 MAX_FAILED_STARTS = 5
 MAX_FRUITLESS_FAULTS = 20
+PROMPT_RESTARTS = 4
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 30.0
 LOAD_SILENCE_S = 120.0
@@ -98,6 +99,7 @@ class Supervisor:
         self._starts = 0
         self._failed_starts = 0
         self._fruitless_faults = 0
+        self._fruitless_deaths = 0
         self._ready = False
         self._ever_ready = False
         self._start_fault = ""
@@ -153,9 +155,13 @@ class Supervisor:
         self._stage = ""
         self._heard_at = self._progress_at = self._started_at = time.monotonic()
         self._starts += 1
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders may have been here
         worker = WorkerProcess(self._context, self._folder, self._starts, self._on_message)
         try:
-            await worker.start(self._command, self._engine)
+            try:
+                await worker.start(self._command, self._engine)
+            except (OSError, zmq.ZMQError) as error:
+                return WorkerDeath(f"the worker cannot be started: {error}", False, False, frozenset())
             self._worker = worker
             self._gone.clear()
             if self._stop.is_set():
@@ -210,7 +216,8 @@ class Supervisor:
             case StepOutputs():
                 self._progress_at = self._heard_at
                 self._steps_total = message.stats.steps_total
-                self._fruitless_faults = 0
+                if self._steps_total:
+                    self._fruitless_faults = self._fruitless_deaths = 0
             case Heartbeat(stats) if stats.steps_total != self._steps_total:
                 self._progress_at = self._heard_at
                 self._steps_total = stats.steps_total
@@ -247,6 +254,7 @@ class Supervisor:
         """Count the death; why to give up, or ""."""
         if death.permanent:
             return death.reason
+        self._fruitless_deaths += 1
         if not self._ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
@@ -260,5 +268,6 @@ class Supervisor:
         return ""
 
     def _backoff_s(self) -> float:
-        misfortunes = self._failed_starts + max(0, self._fruitless_faults - 4)
-        return float(min(FIRST_BACKOFF_S * 2**misfortunes, LAST_BACKOFF_S)) if misfortunes else 0.0
+        """Nothing after a first death; more from one fruitless death to the next."""
+        misfortunes = max(self._failed_starts, self._fruitless_deaths - PROMPT_RESTARTS)
+        return float(min(FIRST_BACKOFF_S * 2**misfortunes, LAST_BACKOFF_S)) if misfortunes > 0 else 0.0

@@ -154,7 +154,7 @@ class WorkerClient:
         self._link, self._trial = None, None
         in_worker = [request_id for request_id in self._journal if request_id not in self._held]
         if death.counts:
-            in_step = frozenset(in_worker) if death.in_step is None else death.in_step
+            in_step = death.in_step or frozenset(in_worker)  # not known: everybody
             for request_id in blame(self._journal, in_step):
                 log.error("request given up: the worker died on it", extra={"request_id": request_id})
                 self._close(request_id).fail(InternalFault("the engine failed on this request, alone and twice"))

@@ -81,7 +81,8 @@ class WorkerProcess:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._endpoint = bind_private(self._socket, folder, number)
+        self._endpoint = ""
+        self._number = number
         self._decoder = msgspec.msgpack.Decoder(ToGateway)
         self._encoder = msgspec.msgpack.Encoder()
         self._process: asyncio.subprocess.Process | None = None
@@ -89,7 +90,8 @@ class WorkerProcess:
         self._killed_for = ""
 
     async def start(self, command: Sequence[str], engine: EngineConfig) -> None:
-        """Raises ``OSError`` when the program cannot be run at all."""
+        """Raises ``OSError`` or ``ZMQError`` when the program cannot be run at all."""
+        self._endpoint = bind_private(self._socket, self._folder, self._number)
         self._loop.add_reader(self._socket.FD, self._receive)
         self._process = await asyncio.create_subprocess_exec(
             *command,

@@ -87,7 +87,7 @@ class Engine:
 
     def step(self) -> StepOutputs | None:
         """Launch the next step, then take in the one before. None: there was nothing to do."""
-        output = self._scheduler.schedule(self._clock())
+        output = self._schedule()
         launched = self._launch(output)
         before, self._in_flight = self._in_flight, launched
         if before is None and launched is None:
@@ -134,6 +134,14 @@ class Engine:
         return None
 
     # -- inside
+
+    def _schedule(self) -> SchedulerOutput:
+        """A fault here may be of any request, running or waiting."""
+        try:
+            return self._scheduler.schedule(self._clock())
+        except Exception:
+            self._record.write(frozenset((*self._scheduler.running_ids(), *self._scheduler.waiting_ids())))
+            raise
 
     def _launch(self, output: SchedulerOutput) -> StepHandle | None:
         """Launch, unless there is nothing to run. The record names everybody who may be blamed for a death now."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,12 @@ class RunningEngine:
 
 @asynccontextmanager
 async def running_engine(
-    config: EngineConfig, stall_timeout_s: float = 30.0, wait: bool = True
+    config: EngineConfig, stall_timeout_s: float = 30.0, wait: bool = True, command: Sequence[str] = FAKE_WORKER
 ) -> AsyncIterator[RunningEngine]:
     with tempfile.TemporaryDirectory(prefix="hr-test-") as name:
         folder = Path(name)
         client = WorkerClient(max_held=config.max_queue)
-        supervisor = Supervisor(
-            config, client, folder=folder, stall_timeout_s=stall_timeout_s, command=FAKE_WORKER
-        )
+        supervisor = Supervisor(config, client, folder=folder, stall_timeout_s=stall_timeout_s, command=command)
         task = asyncio.create_task(supervisor.run())
         engine = RunningEngine(client, supervisor, task, folder)
         try:

@@ -254,7 +254,8 @@ def test_a_taken_port_is_named(start: Any, family: socket.AddressFamily, address
 def test_an_endless_head_is_refused(start: Any) -> None:
     server = start().ready()
     port = int(server.url.rsplit(":", 1)[1])
-    for junk in (b"GET / HTTP/1.1\r\nX-Junk: " + b"a" * 300_000, b"GET /" + b"a" * 300_000):
+    endless = b"GET / HTTP/1.1\r\nX-Junk: " + b"a" * 300_000
+    for junk in (endless, endless[:90_000] + b"\r\n\r\n", b"GET /" + b"a" * 300_000):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
             try:
                 connection.sendall(junk)
@@ -267,6 +268,11 @@ def test_an_endless_head_is_refused(start: Any) -> None:
         answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 400") and b'{"error":' in answer
     assert httpx.get(f"{server.url}/health").status_code == 200
+    large = {"id": "large", "max_tokens": 2, "filler": "a" * 400_000}
+    with httpx.Client() as client:
+        for _ in range(3):
+            answer = client.post(f"{server.url}/generate", json=large)
+            assert answer.status_code == 200 and answer.text.endswith("end\n")
 
 
 def test_small_parts() -> None:

@@ -162,6 +162,16 @@ def test_a_crash_while_loading_is_retried(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_cannot_be_run_is_a_kept_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_engine(engine_config(), wait=False, command=(str(tmp_path / "missing"),)) as engine:
+            await until(lambda: engine.client.state().status == "failed", 60)
+            assert "cannot be started" in engine.client.state().message
+
+    run(main())
+
+
+@pytest.mark.slow
 def test_crashes_at_every_start_end_in_a_kept_reason() -> None:
     async def main() -> None:
         async with running_engine(engine_config(crash=True), wait=False) as engine:

@@ -153,6 +153,21 @@ def test_a_bug_in_queueing_is_that_requests_500(record: Path) -> None:
     assert isinstance(answer, Rejected) and answer.status == 500
 
 
+def test_a_fault_of_the_scheduler_makes_everybody_a_suspect(record: Path) -> None:
+    engine = engine_of(Runner(record))
+    for i in range(6):
+        add(engine, f"r{i}", max_tokens=100)
+    engine.step()
+
+    def broken(now: float) -> None:
+        raise KeyError("bug")
+
+    engine._scheduler.schedule = broken  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyError):
+        engine.step()
+    assert read_step_record(record) == {f"r{i}" for i in range(6)}
+
+
 def test_aborts_free_everything(record: Path) -> None:
     engine = engine_of(Runner(record))
     add(engine, "a", max_tokens=500)
