@@ -64,6 +64,12 @@ def cpu_model() -> str:
     return match.group(1).strip() if match else ""
 
 
+def cpu_features() -> str:
+    """The instruction sets of the first processor, as /proc/cpuinfo words them; "" on macOS."""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(_ROOT / "proc/cpuinfo"), re.MULTILINE)
+    return match.group(1).strip() if match else ""
+
+
 # -- Linux ---------------------------------------------------------------------------------------------
 
 

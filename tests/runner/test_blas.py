@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.runner import blas
-from headrace.runner.blas import Candidate, Measured
+from headrace.runner import blas, blas_candidates
+from headrace.runner.blas import Measured
+from headrace.runner.blas_candidates import Candidate, candidates
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has a fast BLAS of its own")
 
@@ -90,22 +91,44 @@ def test_unusable_cache_folder_is_no_reason_not_to_start(tmp_path: Path) -> None
 def test_copy_has_plain_names_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     problems: list[str] = []
-    found = [one for one in blas.candidates(problems) if "scipy" in one.name]
+    found = [one for one in candidates(problems) if "scipy" in one.name and one.kernel is None]
     assert (len(found), problems) == (1, [])
     copy = Path(found[0].path)
     made = copy.stat().st_mtime_ns
-    assert [one for one in blas.candidates(problems) if "scipy" in one.name] == found
+    assert [one for one in candidates(problems) if "scipy" in one.name and one.kernel is None] == found
     assert copy.stat().st_mtime_ns == made
     assert not list(tmp_path.rglob(".*.so.*"))  # nothing half made stays behind
 
 
 def test_missing_patchelf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.setattr(blas.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(blas_candidates.shutil, "which", lambda *_, **__: None)
     problems: list[str] = []
-    assert not any("scipy" in one.name for one in blas.candidates(problems))
+    assert not any("scipy" in one.name for one in candidates(problems))
     assert "patchelf is missing" in problems[0]
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_kernel_is_built_once_and_stands_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    found = candidates([])
+    plain = [one for one in found if one.kernel is None]
+    assert [one.path for one in found if one.kernel] == [one.path for one in plain]
+    kernel = Path(next(one.kernel for one in found if one.kernel))
+    built = kernel.stat().st_mtime_ns
+    assert candidates([]) == found
+    assert kernel.stat().st_mtime_ns == built
+
+
+def test_compiler_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho unknown option >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    problems: list[str] = []
+    assert all(one.kernel is None for one in candidates(problems))
+    assert problems == ["native/sgemm.cpp could not be built: unknown option"]
 
 
 def test_a_library_that_does_not_load_is_left_out(tmp_path: Path) -> None:
@@ -133,9 +156,9 @@ def test_figures_are_measured_again_when_a_library_changes(
 
     def probe(one: Candidate, threads: int) -> Measured:
         probed.append(one)
-        return Measured(one.name, one.path, 1.0, 2.0)
+        return Measured(one.name, one.path, None, 1.0, 2.0)
 
-    monkeypatch.setattr(blas, "candidates", lambda problems: iter([candidate]))
+    monkeypatch.setattr(blas, "candidates", lambda problems: [candidate])
     monkeypatch.setattr(blas, "_probe", probe)
     assert blas._measured(2, refresh=False) == blas._measured(2, refresh=False)
     assert len(probed) == 1
