@@ -15,6 +15,7 @@ from collections.abc import Sequence
 # command -> (module, one line for --help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headrace.cli.serve", "serve a model over the OpenAI and Anthropic APIs"),
+    "plan": ("headrace.cli.plan", "print the memory plan of a model without loading its weights"),
     "model": ("headrace.cli.model", "inspect and acquire models"),
     "doctor": ("headrace.cli.doctor", "check device, BLAS, compiler and kernels"),
 }
@@ -28,7 +29,6 @@ NOT_YET: dict[str, str] = {
     "batch": "a file of requests, offline",
     "config": "show the configuration in force",
     "download": "fetch a model; `model acquire` does that",
-    "plan": "the memory plan of a model",
     "service": "install as a launchd or systemd service",
     "usage": "tokens by key and model",
 }

@@ -50,8 +50,13 @@ def measure_activation_bytes(
         forward = int(low + slope * max(0, chunk - small))
     else:
         forward = _peak(runner, pool, layout, chunk)
+    return forward + fixed_activation_bytes(found, vocab_size, max_rows, max_model_len)
+
+
+def fixed_activation_bytes(found: ModelLayout, vocab_size: int, max_rows: int, max_model_len: int) -> int:
+    """The part known by formula: attention scores, one row's context, the sampler's rows of logits."""
     widest = max(layer.bytes_per_token for layer in found.layers)
-    return forward + SCORE_BYTES + widest * max_model_len + _SAMPLER_ARRAYS * 4 * max_rows * vocab_size
+    return SCORE_BYTES + widest * max_model_len + _SAMPLER_ARRAYS * 4 * max_rows * vocab_size
 
 
 def _peak(runner: ModelRunner, pool: KVPool, layout: KVLayout, chunk: int) -> int:

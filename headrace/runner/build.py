@@ -157,7 +157,7 @@ def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
 
 
 def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Prepared) -> MemoryPlan:
-    trained = _trained_len(files)
+    trained = trained_len(files)
     wished = config.max_model_len or trained
     activation = measure_activation_bytes(
         prepared.loaded.model,
@@ -179,7 +179,7 @@ def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Pr
     return plan_memory(prepared.found.layout, memory, fixed, config, trained)
 
 
-def _trained_len(files: ModelFiles) -> int:
+def trained_len(files: ModelFiles) -> int:
     """The context length the model was trained for, as its configuration states it."""
     fields = text_fields(files.config)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"):

@@ -151,7 +151,7 @@ def candidate_forms(device: Device, dtype: mx.Dtype | None, keep: bool | None, h
         "cuda": [Form(False, None), Form(True, None)],
         "metal": [Form(True, None)],
     }[device]
-    forms = []
+    forms: list[Form] = []
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
         wanted = Form(form.packed and has_packed, dtype or form.dtype)
         # an MLX dtype cannot be compared with None, so forms are told apart by name
@@ -224,11 +224,16 @@ def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]
     gguf_loader.settle(files, model)
 
     def plan(form: Form) -> Plan:
-        dtype = form.dtype or (mx.float16 if files.dtypes[0] == "F16" else mx.bfloat16)
+        dtype = gguf_dtype(files, form)
         packings = gguf_loader.packings(files) if form.packed else {}
         return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
 
     return plan
+
+
+def gguf_dtype(files: ModelFiles, form: Form) -> mx.Dtype:
+    """GGUF names no dtype to compute in; bfloat16 has the range that every model needs."""
+    return form.dtype or (mx.float16 if files.dtypes[0] == "F16" else mx.bfloat16)
 
 
 # -- filling -------------------------------------------------------------------------------------------

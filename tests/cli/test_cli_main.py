@@ -29,7 +29,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "--version") == (0, f"headrace {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["serve", *NOT_YET])
+@pytest.mark.parametrize("command", ["serve", "plan", *NOT_YET])
 def test_help_and_version_of_commands(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, err = call(capsys, command, "--help")
     assert code == 0 and out and not err

@@ -1,0 +1,98 @@
+"""A model's memory without its weights: exact weights and KV shapes, estimated activations.
+
+The module is built with lazy parameters and probed with one lazy token, as at start; nothing is evaluated. Only
+the activation peak, which a start measures, is a formula here: for each token of the largest prefill chunk about
+eight rows of the hidden size, five of the intermediate size and two of the attention's width, in the dtype that
+the model computes in. It was fitted to peaks measured on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.checkpoint.config import text_fields
+from headrace.checkpoint.model_folder import ModelFiles
+from headrace.config import EngineConfig
+from headrace.core.layout import KVLayout
+from headrace.core.memory_plan import FixedMemory
+from headrace.runner.activation import fixed_activation_bytes
+from headrace.runner.build import BUFFER_CACHE_BYTES, trained_len
+from headrace.runner.device import DeviceKind
+from headrace.runner.kv_layout import read_layout
+from headrace.runner.loader import DTYPES, Plan, outline_model
+
+_FILE_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 16, "metal": 32, "cuda": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a start of the model would find.
+
+    Attributes:
+        layout: of its KV.
+        fixed: weights exact, activations estimated.
+        trained_len: context length the model was made for.
+        form: how the weights are held, for people.
+    """
+
+    layout: KVLayout
+    fixed: FixedMemory
+    trained_len: int
+    form: str
+
+
+def estimate(files: ModelFiles, config: EngineConfig, device: DeviceKind, working_set_bytes: int) -> Estimate:
+    """Raises StartupError: the files do not make a model, or its weights do not fit the working set."""
+    model, plan = outline_model(
+        files,
+        device=device,
+        dtype=config.dtype,
+        keep_quantized=config.keep_quantized,
+        memory_budget_bytes=int(working_set_bytes * config.memory_utilization),
+    )
+    dtype = _compute_dtype(files, plan)
+    model.set_dtype(dtype)
+    found = read_layout(model, config.block_size or BLOCK_SIZES[device])
+    longest = trained_len(files)
+    wished = config.max_model_len or longest
+    fields = text_fields(files.config)
+    activations = _chunk_bytes(fields, min(config.prefill_step_size, wished), dtype) + fixed_activation_bytes(
+        found, int(fields["vocab_size"]), config.max_num_seqs, wished
+    )
+    fixed = FixedMemory(weights=plan.nbytes, activations=activations, buffer_cache=BUFFER_CACHE_BYTES[device])
+    return Estimate(found.layout, fixed, longest, _form(plan, dtype))
+
+
+def _compute_dtype(files: ModelFiles, plan: Plan) -> mx.Dtype:
+    """The dtype of activations, and so of KV: the form's, else the most common plain one in the files."""
+    if plan.form.dtype is not None:
+        return plan.form.dtype
+    plain = [_FILE_DTYPES[name] for name in files.dtypes if name in _FILE_DTYPES]
+    if files.kind == "gguf":  # as the GGUF loader: 16-bit, bfloat16 unless the file is float16
+        return mx.float16 if files.dtypes[0] == "F16" else mx.bfloat16
+    return plain[0] if plain else mx.bfloat16
+
+
+def _chunk_bytes(fields: dict[str, Any], chunk: int, dtype: mx.Dtype) -> int:
+    hidden = _most(fields.get("hidden_size"))
+    inner = _most(fields.get("intermediate_size")) or 4 * hidden
+    attention = _most(fields.get("num_attention_heads")) * (_most(fields.get("head_dim")) or 0) or hidden
+    return chunk * (8 * hidden + 5 * inner + 2 * attention) * dtype.size
+
+
+def _most(value: object) -> int:
+    """A size, or the largest where a model states one per layer; 0 where it states none."""
+    sizes = value if isinstance(value, list) else [value]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def _form(plan: Plan, dtype: mx.Dtype) -> str:
+    name = next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+    if not plan.packings:
+        return name
+    bits = sorted({packing.bits for packing in plan.packings.values()})
+    return f"packed, {'/'.join(map(str, bits))} bits"
