@@ -60,7 +60,11 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one block (all layers of a group) before the step's forwards: copy-on-write."""
+    """Copy one block (all layers of a group) before the step's forwards: copy-on-write.
+
+    A step's targets are distinct, and no target is a later copy's source; a source may be a later copy's target.
+    So copying one by one in order, and reading all sources before writing any target, give the same.
+    """
 
     group: int
     source: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,6 +125,6 @@ def test_few_runs_under_churn() -> None:
                 pool.release(reversed(table))
                 table[:] = pool.allocate(rng.randint(1, 40), None)
     for table in tables:
-        runs += 1 + sum(b != a + 1 for a, b in zip(table, table[1:], strict=False))
+        runs += 1 + sum(b != a + 1 for a, b in pairwise(table))
         blocks += len(table)
     assert blocks / runs > 8
