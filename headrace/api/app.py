@@ -27,7 +27,8 @@ from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
 from headrace.api.services import Services
 from headrace.config import GenerationDefaults, ServerConfig
-from headrace.gateway.pipeline import Pipeline, PipelineLimits
+from headrace.gateway.pipeline import Pipeline
+from headrace.gateway.prompt_run import PipelineLimits
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text.model_text import ModelText
 

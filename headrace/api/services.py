@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from headrace.api.fields import shown
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.errors import InternalFault, ModelNotFound, NotReady
 from headrace.gateway.pipeline import Pipeline
@@ -53,7 +54,7 @@ class Services:
             return names[0]
         if name not in names:
             known = ", ".join(names)
-            raise ModelNotFound(f"there is no model {name[:100]!r} here; served: {known}", param="model")
+            raise ModelNotFound(f"there is no model {shown(name)} here; served: {known}", param="model")
         return name
 
 

@@ -175,7 +175,8 @@ class RawClient:
         self._scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1), "server": ("test", 80),
+            "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
         }  # fmt: skip
         self._sent_body = False
         self._left = asyncio.Event()

@@ -11,6 +11,7 @@ import pytest
 from http_harness import Api, RawClient, chat_body, completion_body, parse_stream
 from support import scripted
 
+from headrace.api import app as app_module
 from headrace.errors import ContextLengthExceeded, QueueFull
 from headrace.gateway import pipeline as pipeline_module
 from headrace.request import FinishReason
@@ -214,9 +215,9 @@ def test_no_progress_is_a_timeout(make_api: Any, code: str, stream: bool) -> Non
     assert api.metrics.rejections == []
 
 
-def test_keep_alive_comments_while_nothing_is_sent(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = pipeline_module.PipelineLimits(keep_alive_s=0.02)
-    monkeypatch.setattr(api.app.state.services.pipeline, "_limits", limits)
+def test_keep_alive_comments_while_nothing_is_sent(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.02)
+    api = make_api()
     api.engine.paused = True
 
     async def scene() -> httpx.Response:

@@ -59,6 +59,9 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("logit_bias", {"abc": 1}, ("abc",)),
     ("logit_bias", {"99999999": 1}, ("99999999",)),
     ("logit_bias", {"5": 101}, ("100",)),
+    ("logit_bias", {"0" * 30 + "5": 1}, ("no token id",)),
+    ("temperature", 10**400, ("temperature",)),
+    ("repetition_penalty", 1e-300, ("0.01",)),
     ("logit_bias", [1], ("[1]",)),
     ("stream", "yes", ("yes",)),
     ("stream_options", {"include_usage": True}, ("stream",)),
@@ -198,6 +201,12 @@ def test_hints_pass_and_unknown_fields_are_counted(api: Api) -> None:
 def test_stop_forms_that_are_fine(api: Api) -> None:
     for stop in ([], None, ["a", "b", "c", "d", "e"], ["\u0000"], "x" * 5000):
         assert api.chat(stop=stop).json()["choices"][0]["message"]["content"] == "ABCDEFGH"
+
+
+def test_huge_integers_reach_nobody(api: Api) -> None:
+    answer = api.chat("<|s05|>", top_k=10**30, max_tokens=10**30)
+    assert answer.status_code == 200
+    assert api.engine.requests[-1].params.top_k == 0
 
 
 def test_max_completion_tokens_is_the_stronger_limit(api: Api) -> None:

@@ -33,6 +33,7 @@ def sampling_params(
     temperature = _first(fields.temperature, defaults.temperature)
     top_p = _first(fields.top_p, defaults.top_p)
     top_k = max(0, fields.top_k if fields.top_k is not None else defaults.top_k)
+    top_k = 0 if top_k >= limits.vocab_size else top_k  # keeping all tokens is keeping no limit
     if top_p == 0:  # the smallest set that has any mass at all: one token
         top_p, top_k = 1.0, 1
     ends = frozenset() if fields.ignore_eos else end_token_ids
@@ -142,9 +143,9 @@ def _first(value: float | None, default: float) -> float:
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     result: dict[int, float] = {}
     for key, value in bias.items():
-        if not (key.isascii() and key.isdecimal()):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 20):
             raise InvalidRequest(f"logit_bias has the key {shown(key)}, which is no token id", param="logit_bias")
-        result[check_token_ids([int(key[:20])], "logit_bias", vocab_size)[0]] = value
+        result[check_token_ids([int(key)], "logit_bias", vocab_size)[0]] = value
     return result
 
 

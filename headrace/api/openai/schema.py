@@ -95,7 +95,7 @@ HINTS = frozenset({
 
 _TEXT_FORMAT: tuple[object, ...] = ({"type": "text"},)
 
-# Field -> the values that ask for nothing. Empty lists, objects and strings never do.
+# Field -> the values that ask for nothing. Empty lists and strings never do.
 REFUSED: dict[str, tuple[object, ...]] = {
     "response_format": _TEXT_FORMAT,
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
@@ -106,8 +106,8 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (), "modalities": (["text"],), "web_search_options": (),
     "suffix": (), "bad_words": (),
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,), "documents": (), "chat_template": (), "media_io_kwargs": (),
-    "mm_processor_kwargs": (), "logits_processors": (), "kv_transfer_params": (), "vllm_xargs": (),
+    "spaces_between_special_tokens": (True,), "documents": (), "chat_template": (), "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},), "logits_processors": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
     "prompt_embeds": (),
 }  # fmt: skip
 _CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
@@ -121,7 +121,7 @@ def refuse_unsupported(body: dict[str, Any], schema: type[SamplingFields]) -> No
     extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
     for name, neutral in (*REFUSED.items(), *extra.items()):
         value = body.get(name)
-        if value is None or value in neutral or value in ([], {}, ""):
+        if value is None or value in neutral or value in ([], ""):
             continue
         if name == "response_format":
             _check_response_format(value)

@@ -1,0 +1,219 @@
+"""One prompt's run: reads its engine outputs, keeps its clocks, reports its metrics.
+
+    submit ──► accepted ──► started (first output) ──► first token ──► … ──► every sequence over ──► close
+    |<- queue_timeout_s ----------->|<- progress_timeout_s between any two outputs ------------->|
+
+A run reads its stream in the handler's own task. Its timer only wakes the stream; the clocks are looked at by the
+reader, so nothing is ever cancelled from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.errors import InternalFault, RequestError, RequestTimeout
+from headrace.gateway.events import Event, KeepAlive, PromptScored, SequenceFinished
+from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prompt
+from headrace.gateway.service import EngineClient, RequestMetrics
+from headrace.request import EngineRequest, FinishReason, SequenceOutput
+from headrace.text.tokenizer import Tokenizer
+
+
+class PipelineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Clocks of a request; seconds, None is off.
+
+    Attributes:
+        queue_timeout_s: from submission to the first sign that the engine works on it.
+        progress_timeout_s: between two such signs.
+        keep_alive_s: silence after which a ``KeepAlive`` is due.
+    """
+
+    queue_timeout_s: float | None = None
+    progress_timeout_s: float | None = 300.0
+    keep_alive_s: float = 10.0
+
+    @property
+    def tick_s(self) -> float:
+        """How often an idle request looks at its clocks."""
+        clocks = [self.queue_timeout_s, self.progress_timeout_s, self.keep_alive_s]
+        return min([1.0, *(clock / 4 for clock in clocks if clock)])
+
+
+@dataclass(frozen=True, slots=True)
+class RunServices:
+    """What every run of one engine shares."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    metrics: RequestMetrics
+    limits: PipelineLimits
+
+
+class PromptRun:
+    """One engine request. Submitted when made; ``close`` must follow, however it ends.
+
+    Args:
+        first_index: index of its first sequence among those of the whole request.
+        received_at: when the HTTP request came, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        first_index: int,
+        options: TextOptions,
+        received_at: float,
+        shared: RunServices,
+    ) -> None:
+        self.request = request
+        self.cached_tokens = 0
+        self._first_index = first_index
+        self._engine = shared.engine
+        self._tokenizer = shared.tokenizer
+        self._metrics = shared.metrics
+        self._limits = shared.limits
+        self._sequences = [SequenceText(first_index + i, shared.tokenizer, options) for i in range(request.n)]
+        self._open = request.n
+        self._outcome: FinishReason | None = FinishReason.ABORT  # of sequences still open when the run closes
+        self._received_at = received_at
+        self._submitted_at = self._progress_at = self._sent_at = time.monotonic()
+        self._started_at: float | None = None
+        self._first_token_at: float | None = None
+        self._last_token_at = [0.0] * request.n
+        self._stream = self._engine.submit(request)
+        self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(sequence.completion_tokens for sequence in self._sequences)
+
+    async def accepted(self) -> None:
+        try:
+            await self._stream.accepted()
+        except RequestError:
+            self._outcome = None
+            raise
+
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
+        """Events as the outputs come, until every sequence is over."""
+        try:
+            async for outputs in self._stream:
+                now = time.monotonic()
+                events = self._absorb(outputs, now) if outputs else self._look_at_clocks(now)
+                if events:
+                    yield events
+                    self._sent_at = now
+                if not self._open:
+                    return
+            yield self._end_open_sequences()
+        except RequestTimeout:
+            self._outcome = FinishReason.TIMEOUT
+            raise
+        except RequestError:
+            self._outcome = FinishReason.ERROR if self._started_at is not None else None
+            raise
+
+    def close(self) -> None:
+        """Free everything: abort what still runs, stop the timer, report how it ended."""
+        self._timer.cancel()
+        if self._open:
+            self._engine.abort(self.request.id)
+            if self._outcome is not None:
+                for _ in range(self._open):
+                    self._metrics.sequence_finished(self._outcome)
+        if self._first_token_at is not None:
+            last_token_at = max(self._last_token_at)
+            self._metrics.ended(
+                e2e_s=last_token_at - self._received_at,
+                decode_s=last_token_at - self._first_token_at,
+                prompt_tokens=len(self.request.prompt_token_ids),
+                completion_tokens=self.completion_tokens,
+                key=self.request.key,
+            )
+
+    # -- clocks
+
+    def _tick(self) -> None:
+        self._stream.wake()
+        self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
+
+    def _look_at_clocks(self, now: float) -> list[Event]:
+        queue, progress = self._limits.queue_timeout_s, self._limits.progress_timeout_s
+        if queue is not None and self._started_at is None and now - self._submitted_at >= queue:
+            raise RequestTimeout(
+                f"the request waited {queue:g} s in the queue, the limit here; try again later",
+                code="queue_timeout",
+            )
+        if progress is not None and now - self._progress_at >= progress:
+            raise RequestTimeout(f"the request made no progress for {progress:g} s, the limit here")
+        if now - self._sent_at >= self._limits.keep_alive_s:
+            return [KeepAlive()]
+        return []
+
+    # -- outputs
+
+    def _absorb(self, outputs: Iterable[SequenceOutput], now: float) -> list[Event]:
+        self._progress_at = now
+        events: list[Event] = []
+        for output in outputs:
+            if self._started_at is None:
+                self._started_at = now
+                self._metrics.scheduled(now - self._submitted_at)
+            if not self.cached_tokens:
+                self.cached_tokens = output.cached_tokens
+            if output.prompt_logprobs is not None and output.index == 0:
+                scored = score_prompt(self._tokenizer, self.request.prompt_token_ids, output.prompt_logprobs)
+                events.append(PromptScored(self._first_index, scored))
+            if output.token_ids:
+                self._observe_tokens(output, now)
+            _raise_failure(output)
+            events += self._advance(output)
+        return events
+
+    def _advance(self, output: SequenceOutput) -> list[Event]:
+        sequence = self._sequences[output.index]
+        if sequence.finished:
+            return []
+        events = sequence.push(output)
+        if sequence.finished:
+            self._note_finish(events[-1])
+            if output.finish_reason is None:
+                self._engine.abort(self.request.id, output.index)
+        return events
+
+    def _end_open_sequences(self) -> list[Event]:
+        """The stream ended early: cancelled. What there is is delivered."""
+        events: list[Event] = []
+        for sequence in self._sequences:
+            if not sequence.finished:
+                events += sequence.end(FinishReason.ABORT)
+                self._note_finish(events[-1])
+        return events
+
+    def _note_finish(self, event: Event) -> None:
+        self._open -= 1
+        if isinstance(event, SequenceFinished):
+            self._metrics.sequence_finished(event.reason)
+
+    def _observe_tokens(self, output: SequenceOutput, now: float) -> None:
+        if self._first_token_at is None:
+            self._first_token_at = now
+            self._metrics.first_token(now - self._received_at, now - (self._started_at or self._submitted_at))
+        last = self._last_token_at[output.index]
+        if last:
+            count = len(output.token_ids)
+            self._metrics.inter_token((now - last) / count, count)
+        self._last_token_at[output.index] = now
+
+
+def _raise_failure(output: SequenceOutput) -> None:
+    """A failed sequence fails its request: half an answer that looks whole would be worse."""
+    if output.finish_reason is FinishReason.ERROR:
+        raise InternalFault(output.error or "the engine failed on this request")
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise RequestTimeout(output.error or "the request took too long")
