@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from headrace.files import appearing, cache_folder
 from headrace.runner import blas_probe
 from headrace.runner.blas_candidates import Candidate, candidates, version_of
 
+_LOG = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 10.0
 _KERNEL_ADVANTAGE = 0.7
 
@@ -69,8 +71,16 @@ def prepare(*, refresh: bool = False) -> BlasChoice:
     """Choose and load a BLAS; to be called before ``mlx.core`` is imported, once per process.
 
     Does nothing on macOS and with MLX's CUDA builds. Never raises: MLX's own BLAS is always there, and the
-    choice's note says why it stayed. ``refresh`` measures anew.
+    choice's note says why it stayed; the choice is logged. ``refresh`` measures anew.
     """
+    choice = _prepare(refresh=refresh)
+    threads = f", {choice.threads} threads" if choice.threads else ""
+    note = f" ({choice.note})" if choice.note else ""
+    _LOG.log(logging.WARNING if choice.note else logging.INFO, "BLAS: %s%s%s", choice.name, threads, note)
+    return choice
+
+
+def _prepare(*, refresh: bool) -> BlasChoice:
     if sys.platform != "linux":
         return BlasChoice("Accelerate", None, 0, None, "")
     if _cuda_build():
