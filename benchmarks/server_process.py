@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,14 +71,19 @@ def running(candidate: Candidate, log_dir: Path) -> Iterator[RunningServer]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        deadline_s = time.monotonic() + patience_s
-        while time.monotonic() < deadline_s and (process.poll() is None or _session_pids(process.pid)):
-            time.sleep(0.1)
+    """Asks the process group to end, then insists; also ends children that have left the group."""
+    family = [stat.pid for stat in _tree(process.pid)]
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + 15
+    while time.monotonic() < deadline_s and (process.poll() is None or any(map(_stat_of, family))):
+        time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in family:
+        if _stat_of(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     process.wait(timeout=10)
 
 
@@ -116,30 +121,44 @@ class CpuTimes:
     machine_s: float
 
 
-def cpu_times(session: int) -> CpuTimes | None:
+def cpu_times(root: int) -> CpuTimes | None:
+    """``root``: the server's first process; its children count, also those in sessions of their own."""
     if not sys.platform.startswith("linux"):
         return None
     tick = os.sysconf("SC_CLK_TCK")
-    server = sum(_stat_of(pid)[1] for pid in _session_pids(session)) / tick
+    server = sum(stat.ticks for stat in _tree(root))
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = fields[3] + fields[4]
-    return CpuTimes(server, (sum(fields) - idle) / tick)
+    return CpuTimes(server / tick, (sum(fields) - idle) / tick)
 
 
-def _session_pids(session: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    """Of one living process; ``ticks`` of CPU time include those of children that it has reaped."""
+
+    pid: int
+    parent: int
+    ticks: int
+
+
+def _tree(root: int) -> list[_Stat]:
+    """The process ``root`` and its descendants, as far as they live."""
     if not sys.platform.startswith("linux"):
         return []
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if _stat_of(pid)[0] == session]
+    stats = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := _stat_of(int(name)))]
+    tree = [stat for stat in stats if stat.pid == root]
+    for parent in tree:  # grows while it is walked
+        tree += [stat for stat in stats if stat.parent == parent.pid]
+    return tree
 
 
-def _stat_of(pid: int) -> tuple[int, int]:
-    """Session of a process and clock ticks it and its reaped children used; (0, 0) when it is gone or a zombie."""
+def _stat_of(pid: int) -> _Stat | None:
+    """None: it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0, 0
+        return None
     fields = text.rpartition(")")[2].split()  # the name before may hold spaces; fields[0] is field 3, the state
     if fields[0] == "Z":
-        return 0, 0
-    return int(fields[3]), sum(int(field) for field in fields[11:15])
+        return None
+    return _Stat(pid, int(fields[1]), sum(int(field) for field in fields[11:15]))
