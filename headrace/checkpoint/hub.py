@@ -85,8 +85,7 @@ def ensure_local(model: str, options: FetchOptions | None = None, progress: Prog
         )
     if not is_hub_id(model) or Path(model.split("/")[0]).is_dir():
         raise ModelFileError(f"{model}: no such file or folder, and not a hub id (owner/model)")
-    name = model.replace("/", "--") + (f"@{_slug(options.revision)}" if options.revision else "")
-    target = cache_folder("models") / name
+    target = cached_target(model, options)
     if not target.exists():
         if options.offline:
             raise StartupError(f"{model} is not on this machine, and fetching is off (--offline)")
@@ -94,8 +93,14 @@ def ensure_local(model: str, options: FetchOptions | None = None, progress: Prog
     return _entry(target)
 
 
-def _slug(revision: str) -> str:
-    return re.sub(r"[^\w.-]", "-", revision)
+def cached_target(hub_id: str, options: FetchOptions) -> Path:
+    """Where ``hub_id`` lies, or would lie, in the cache folder."""
+    if not is_hub_id(hub_id):
+        raise ModelFileError(f"{hub_id}: not a hub id (owner/model)")
+    name = hub_id.replace("/", "--")
+    if options.revision:
+        name += "@" + re.sub(r"[^\w.-]", "-", options.revision)
+    return cache_folder("models") / name
 
 
 def _entry(folder: Path) -> Path:
@@ -124,7 +129,7 @@ def acquire(
                     target.rmdir()  # was empty when we looked; a rename does not replace it on every system
                 os.rename(staging, target)
     except OSError as error:
-        raise StartupError(_os_reason(error, target)) from None
+        raise StartupError(_osreason(error, target)) from None
     return _entry(target)
 
 
@@ -184,13 +189,10 @@ def _check_same(hub_id: str, target: Path, options: FetchOptions) -> None:
 
 
 def _fetch_all(hub_id: str, staging: Path, options: FetchOptions, progress: Progress | None) -> None:
-    listing = _list(hub_id, options)
+    listing = list_repository(hub_id, options)
     companions = listing.companions()
     fetched = _Fetched(progress, sum(file.size for file in companions))
-    for file in companions:
-        _fetch(hub_id, listing.revision, file, staging, options, fetched)
-    index_file = listing.index()
-    index = read_index(staging / index_file.name) if index_file else None
+    index = fetch_companions(hub_id, listing, staging, options, fetched)
     weights = listing.weights(sorted(set(index.values())) if index else None)
     fetched.total += sum(file.size for file in weights)
     _check_space(staging, weights)
@@ -204,6 +206,17 @@ def _fetch_all(hub_id: str, staging: Path, options: FetchOptions, progress: Prog
         if stray.name not in keep:
             stray.unlink()
     _write_record(hub_id, staging, listing, options, [*companions, *weights])
+
+
+def fetch_companions(
+    hub_id: str, listing: Listing, folder: Path, options: FetchOptions, fetched: _Fetched | None = None
+) -> dict[str, str] | None:
+    """Bring everything but the weights into ``folder``; returns the index of sharded weights, if there is one."""
+    fetched = fetched or _Fetched(None, 0)
+    for file in listing.companions():
+        _fetch(hub_id, listing.revision, file, folder, options, fetched)
+    index_file = listing.index()
+    return read_index(folder / index_file.name) if index_file else None
 
 
 class _Fetched:
@@ -236,7 +249,8 @@ class _CountingFile:
         return getattr(self._file, name)
 
 
-def _list(hub_id: str, options: FetchOptions) -> Listing:
+def list_repository(hub_id: str, options: FetchOptions) -> Listing:
+    """The files of one commit of ``hub_id``; StartupError (one line) when the hub does not say."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(max(1, int(options.timeout_s))))
     from huggingface_hub import HfApi
 
@@ -245,7 +259,7 @@ def _list(hub_id: str, options: FetchOptions) -> Listing:
             hub_id, revision=options.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S
         )
     except Exception as error:  # the library's network errors differ from version to version
-        raise StartupError(_reason(hub_id, error)) from None
+        raise StartupError(reason(hub_id, error)) from None
     return read_listing(info)
 
 
@@ -292,13 +306,13 @@ def _transfer(
             try:
                 http_get(url, counting, resume_size=start, headers=headers, expected_size=file.size)
                 return
-            except Exception as error:  # see _list
+            except Exception as error:  # see list_repository
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 out.flush()
                 progressed = part.stat().st_size > start
                 if attempt >= options.retries or not (progressed or _is_transient(error)):
-                    raise StartupError(f"{file.name}: {_reason(hub_id, error)}") from None
+                    raise StartupError(f"{file.name}: {reason(hub_id, error)}") from None
         attempt += 1
         time.sleep(min(2.0**attempt / 4, 5.0))
 
@@ -349,7 +363,7 @@ def _is_transient(error: BaseException) -> bool:
     )
 
 
-def _reason(hub_id: str, error: Exception) -> str:
+def reason(hub_id: str, error: Exception) -> str:
     """One line for a person. The library's errors are told apart by name: their modules move between versions."""
     if isinstance(error, HeadraceError):
         return str(error)
@@ -374,7 +388,7 @@ def _reason(hub_id: str, error: Exception) -> str:
     return f"the hub's answer cannot be used ({' '.join(str(error).split())[:160]})"
 
 
-def _os_reason(error: OSError, target: Path) -> str:
+def _osreason(error: OSError, target: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         return f"disk full while fetching to {target.parent} ({free / 1e9:.2f} GB free)"
