@@ -338,7 +338,7 @@ class Scheduler:
             if blocked is not None and self._running and self._is_still_blocked(blocked, seq, draft.step_id):
                 self._blocked = blocked
                 return
-            hit = self._fork(seq)
+            hit = self._fork(draft, seq)
             if hit is None:
                 if draft.batch.is_full:
                     return
@@ -360,12 +360,13 @@ class Scheduler:
             return False
         return len(self._running) < self._config.max_num_seqs
 
-    def _fork(self, seq: Sequence) -> PrefixHit | None:
+    def _fork(self, draft: _Draft, seq: Sequence) -> PrefixHit | None:
         """The prompt as a running sibling has computed it, all but the last token."""
         if seq not in seq.group.unforked:
             return None
         for sibling in seq.group.sequences.values():
-            if sibling.status is Status.RUNNING:
+            # One that is admitted in this very step has nothing that could be copied yet.
+            if sibling.status is Status.RUNNING and sibling.start_step != draft.step_id:
                 hit = self._kv.fork_hit(sibling, seq.num_prompt_tokens - 1)
                 if hit is not None:
                     return hit
@@ -417,6 +418,7 @@ class Scheduler:
                 self._prefix_queries += len(seq.token_ids)
                 self._prefix_hits += hit.num_tokens
         seq.status = Status.RUNNING
+        seq.start_step = draft.step_id
         bisect.insort(self._running, seq, key=lambda running: running.order)
         self._add_row(draft, seq, chunk)
 

@@ -50,7 +50,7 @@ class Sequence:
         tables: per layer group, block ids of its positions in order.
         trimmed: per layer group, leading blocks that left the window (null in the table).
         capacity: positions that every table covers.
-        last_step: the step it was last scheduled in.
+        last_step, start_step: the step it was last scheduled in; the step it was last admitted in.
         num_committed: leading full blocks that were offered to the prefix index.
         prompt_logprobs: collected so far, entry i of prompt token i; None: not asked, or delivered.
     """
@@ -75,6 +75,7 @@ class Sequence:
         "prompt_logprobs",
         "seed",
         "seq_id",
+        "start_step",
         "status",
         "stop_token_ids",
         "table_tuples",
@@ -110,7 +111,7 @@ class Sequence:
         self.table_tuples: tuple[tuple[int, ...], ...] | None = None
         self.trimmed = [0] * num_groups
         self.capacity = 0
-        self.last_step = -1
+        self.last_step = self.start_step = -1
         self.num_committed = 0
         self.block_hashes: list[bytes] = []
         self.is_announced = bool(emitted)  # whether a first output was made (cached tokens, prompt logprobs)

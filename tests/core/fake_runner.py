@@ -188,10 +188,13 @@ class Received:
 
 
 class Engine:
-    """Scheduler and fake runner, one step ahead; checks every step and every output's form."""
+    """Scheduler and fake runner, one step ahead (or not); checks every step and every output's form."""
 
-    def __init__(self, config: SchedulerConfig, kv_layout: KVLayout, num_blocks: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_layout: KVLayout, num_blocks: tuple[int, ...], is_ahead: bool = True
+    ) -> None:
         self.config = config
+        self.is_ahead = is_ahead
         self.layout = kv_layout
         self.scheduler = Scheduler(config, kv_layout, num_blocks)
         self.runner = FakeRunner(kv_layout, num_blocks)
@@ -228,6 +231,8 @@ class Engine:
             assert not output.copies
         else:
             self.steps.append(output)
+        if not self.is_ahead:
+            self.pending, result = result, None
         if self.pending is not None:
             self.now += self.pending.duration_s
             for sequence_output in self.scheduler.update(self.pending, self.now):
@@ -243,6 +248,10 @@ class Engine:
         assert len(output.prefill) <= self.config.max_prefill_rows
         longest = max((row.num_tokens for row in output.prefill), default=0)
         assert len(output.prefill) * longest <= self.config.prefill_step_size
+        targets = [(copy.group, copy.target) for copy in output.copies]
+        assert len(set(targets)) == len(targets)
+        for i, copy in enumerate(output.copies):
+            assert (copy.group, copy.source) not in targets[: i + 1]
         for row in rows:
             wanted = -(-(row.start + row.num_tokens) // self.layout.block_size)
             assert all(len(table) == wanted for table in row.block_tables)
@@ -279,3 +288,11 @@ class Engine:
                 assert got.tokens == tokens[: len(got.tokens)]
             elif got.finish is not FinishReason.ERROR:
                 assert (got.tokens, got.finish) == (tokens, finish), f"{request_id}/{index}"
+            if got.first is not None and got.first.prompt_logprobs is not None:
+                self.check_prompt_logprobs(original, got.first)
+
+    def check_prompt_logprobs(self, original: EngineRequest, first: SequenceOutput) -> None:
+        prompt = original.prompt_token_ids
+        assert original.params.prompt_logprobs is not None and first.prompt_logprobs is not None
+        values = [None if entry is None else entry.logprob for entry in first.prompt_logprobs]
+        assert values == [None, *(float(link(chain(prompt[:i]), prompt[i])) for i in range(1, len(prompt)))]

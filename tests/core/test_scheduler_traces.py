@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_runner import Engine, layout, request
+from fake_runner import Engine, expected_tokens, layout, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.core.kv_cache_manager import KVCacheManager
 from headrace.core.scheduler import SchedulerConfig
 from headrace.core.step import ScheduledRow
+from headrace.request import EngineRequest
 
 WINDOWS = [(None,), (None, 5), (7,), (4, 11), (None, 3, 9), (None, None), (2,)]
 
@@ -32,7 +34,7 @@ def random_engine(rng: random.Random) -> Engine:
         watermark=rng.choice([0.0, 0.01, 0.2]),
         continuous_batching=rng.random() < 0.9,
     )
-    return Engine(config, layout(block_size, *windows), num_blocks)
+    return Engine(config, layout(block_size, *windows), num_blocks, is_ahead=rng.random() < 0.8)
 
 
 def random_prompt(rng: random.Random, prompts: list[list[int]], longest: int) -> list[int]:
@@ -75,16 +77,13 @@ class Trace:
             cache_salt=rng.choice(["", "", "s"]),
         )
         if rng.random() < 0.1:
-            new = self.engine_replay(new)
+            new = self.replayed(new)
         self.count += 1
         if self.engine.add(new) is None:
             self.prompts.append(prompt)
 
-    def engine_replay(self, new):  # type: ignore[no-untyped-def]
+    def replayed(self, new: EngineRequest) -> EngineRequest:
         """The same request as a second worker gets it: some tokens emitted, some sequences done."""
-        from fake_runner import expected_tokens
-        from msgspec.structs import replace
-
         limit = self.engine.scheduler.max_sequence_tokens
         emitted = {}
         for index in range(new.n):
