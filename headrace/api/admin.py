@@ -54,8 +54,8 @@ async def status(request: Request) -> Response:
             "uptime_s": round(time.time() - house.started_at, 1),
             "requests_in_flight": house.pipeline.num_running,
             "worker_restarts": state.restarts,
-            "engine": None if state.ready is None else msgspec.to_builtins(state.ready),
-            "stats": msgspec.to_builtins(state.stats),
+            "engine": None if state.ready is None else msgspec.structs.asdict(state.ready),
+            "stats": msgspec.structs.asdict(state.stats),
         }
     )
 
