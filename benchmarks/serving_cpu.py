@@ -234,7 +234,9 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def table(candidates: Sequence[Candidate], plan: Plan, measurements: Sequence[Measurement]) -> str:
     """Medians over the repetitions: rate with its range, ratio to the first candidate's, TTFT, failures."""
-    lines = [f"{'server':<14}{'streams':>8}{'tok/s':>9}{'range':>16}{'ratio':>8}{'TTFT p50':>10}{'failed':>9}"]
+    lines = [
+        f"{'server':<14}{'streams':>8}{'tok/s':>9}{'range':>16}{'ratio':>8}{'TTFT p50':>10}{'tok/CPU-s':>11}{'failed':>9}"
+    ]
     for streams, count in plan.cells:
         rates: dict[str, float | None] = {}
         for candidate in candidates:
@@ -243,17 +245,25 @@ def table(candidates: Sequence[Candidate], plan: Plan, measurements: Sequence[Me
             each = [s.output_tokens_per_s or 0.0 for s in summaries]
             rates[candidate.name] = rate = _median(each)
             ttft = _median([s.ttft_s.p50 for s in summaries])
+            per_cpu_s = _median([_tokens_per_cpu_s(m) for m in cell])
             failed = sum(sum(s.failed.values()) for s in summaries)
             first = rates[candidates[0].name]
             lines.append(
                 f"{candidate.name:<14}{streams:>8}{_figure(rate, '.1f'):>9}"
                 f"{f'{min(each):.1f}–{max(each):.1f}' if each else '–':>16}"
                 f"{_figure(first / rate if first and rate else None, '.2f'):>8}"
-                f"{_figure(ttft, '.2f', ' s'):>10}{f'{failed}/{count * len(summaries)}':>9}"
+                f"{_figure(ttft, '.2f', ' s'):>10}{_figure(per_cpu_s, '.1f'):>11}{f'{failed}/{count * len(summaries)}':>9}"
             )
     lines.append("ratio: the first server's rate over this one's. A failed request counts as zero tokens.")
     lines += _failures(measurements)
     return "\n".join(lines)
+
+
+def _tokens_per_cpu_s(m: Measurement) -> float | None:
+    """Output tokens per second of CPU time of the server's processes (waiting in a spin loop counts as well)."""
+    if m.summary is None or not m.server_cores:
+        return None
+    return m.summary.output_tokens / (m.server_cores * m.summary.duration_s)
 
 
 def _figure(value: float | None, spec: str, unit: str = "") -> str:
