@@ -95,15 +95,19 @@ def dequantized(
     for path, packing in packings.items():
         words, scales = plain.pop(f"{path}.weight"), plain[f"{path}.scales"]
         parts = {part: plain.pop(f"{path}.{part}") for part in _PARTS if f"{path}.{part}" in plain}
-        own = mx.bfloat16 if scales.dtype == mx.uint8 else scales.dtype
+        biases = parts.get("biases")
+        target = dtype or (mx.bfloat16 if scales.dtype == mx.uint8 else scales.dtype)
+        if target == mx.float32 and biases is not None:
+            # scale * q + bias is computed in the dtype of the scales: rounding to 16 bits here would stay
+            scales, biases = scales.astype(target), biases.astype(target)
         plain[f"{path}.weight"] = mx.dequantize(
             words,
             scales,
-            parts.get("biases"),
+            biases,
             group_size=packing.group_size,
             bits=packing.bits,
             mode=packing.mode,
             global_scale=parts.get("global_scale"),
-            dtype=dtype or own,
+            dtype=target,
         )
     return plain
