@@ -232,31 +232,43 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(measured) if measured else None
 
 
+COLUMNS = (
+    ("streams", 8),
+    ("tok/s", 9),
+    ("range", 16),
+    ("ratio", 8),
+    ("TTFT p50", 10),
+    ("tok/CPU-s", 11),
+    ("failed", 9),
+)
+
+
 def table(candidates: Sequence[Candidate], plan: Plan, measurements: Sequence[Measurement]) -> str:
-    """Medians over the repetitions: rate with its range, ratio to the first candidate's, TTFT, failures."""
-    lines = [
-        f"{'server':<14}{'streams':>8}{'tok/s':>9}{'range':>16}{'ratio':>8}{'TTFT p50':>10}{'tok/CPU-s':>11}{'failed':>9}"
-    ]
+    """Medians over the repetitions; the ratio is the first candidate's rate over a row's."""
+    lines = [f"{'server':<14}" + "".join(f"{title:>{width}}" for title, width in COLUMNS)]
     for streams, count in plan.cells:
-        rates: dict[str, float | None] = {}
+        first: float | None = None
         for candidate in candidates:
-            cell = [m for m in measurements if m.name == candidate.name and m.streams == streams and m.summary]
+            cell = [m for m in measurements if m.name == candidate.name and m.streams == streams]
             summaries = [m.summary for m in cell if m.summary]
-            each = [s.output_tokens_per_s or 0.0 for s in summaries]
-            rates[candidate.name] = rate = _median(each)
-            ttft = _median([s.ttft_s.p50 for s in summaries])
-            per_cpu_s = _median([_tokens_per_cpu_s(m) for m in cell])
+            rates = [s.output_tokens_per_s or 0.0 for s in summaries]
+            rate = _median(rates)
+            first = rate if candidate is candidates[0] else first
             failed = sum(sum(s.failed.values()) for s in summaries)
-            first = rates[candidates[0].name]
-            lines.append(
-                f"{candidate.name:<14}{streams:>8}{_figure(rate, '.1f'):>9}"
-                f"{f'{min(each):.1f}–{max(each):.1f}' if each else '–':>16}"
-                f"{_figure(first / rate if first and rate else None, '.2f'):>8}"
-                f"{_figure(ttft, '.2f', ' s'):>10}{_figure(per_cpu_s, '.1f'):>11}{f'{failed}/{count * len(summaries)}':>9}"
+            values = (
+                str(streams),
+                _figure(rate, ".1f"),
+                f"{min(rates):.1f}–{max(rates):.1f}" if rates else "–",
+                _figure(first / rate if first and rate else None, ".2f"),
+                _figure(_median([s.ttft_s.p50 for s in summaries]), ".2f", " s"),
+                _figure(_median([_tokens_per_cpu_s(m) for m in cell]), ".1f"),
+                f"{failed}/{count * len(summaries)}",
             )
+            widths = (width for _, width in COLUMNS)
+            row = "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
+            lines.append(f"{candidate.name:<14}{row}")
     lines.append("ratio: the first server's rate over this one's. A failed request counts as zero tokens.")
-    lines += _failures(measurements)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_failures(measurements)])
 
 
 def _tokens_per_cpu_s(m: Measurement) -> float | None:

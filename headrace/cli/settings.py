@@ -84,9 +84,7 @@ def server_config(
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches ``host``; a name other than localhost counts as reachable."""
-    if host.lower() in ("localhost", "localhost."):
-        return True
     try:
-        return ipaddress.ip_address(host.strip("[]").split("%")[0]).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
