@@ -27,10 +27,12 @@ from model_shapes import SHAPES, random_model, weight_bytes
 from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.kernel_check import choose_kernel
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.logits_head import substitute_head
+from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.substitutions.fused_linear import fuse_projections
 
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
 
@@ -51,15 +53,13 @@ class HeadraceStep:
     """Decode steps of a fixed set of rows at one context length."""
 
     def __init__(self, model: nn.Module, rows: int, context: int, steps: int, options: RunnerOptions) -> None:
-        install()
         block_size = 32
         found = read_layout(model, block_size)
-        selector, _ = substitute_head(model)
         self.blocks = -(-(context + steps) // block_size)
         pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu())
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
-        self.runner = ModelRunner(model, selector, pool, found.layout, vocab, options)
+        self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options)
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
         self.handle: Any = None
@@ -90,6 +90,17 @@ class HeadraceStep:
         return (time.perf_counter() - start) / steps
 
 
+def prepare(model: nn.Module) -> str:
+    """Substitute modules and choose the attention as the server does at load; what was chosen."""
+    found = read_layout(model, 32)
+    heads = int(model.args.num_attention_heads)
+    choice = choose_kernel(found.layers[0], heads, found.layout.groups[0].window, 32)
+    install(choice.kernel)
+    fuse_projections(model)
+    substitute_head(model)
+    return choice.note
+
+
 def headrace_ms(model: nn.Module, rows: int, context: int, steps: int, options: RunnerOptions) -> float:
     bench = HeadraceStep(model, rows, context, 3 * steps + 8, options)
     bench.run(steps)
@@ -118,6 +129,9 @@ def batch_generator_ms(model: nn.Module, rows: int, context: int, steps: int) ->
             generator.next()
         best = min(best, (time.perf_counter() - start) / steps)
     generator.close()
+    del generator
+    gc.collect()
+    mx.clear_cache()
     return best * 1e3
 
 
@@ -159,11 +173,17 @@ def main() -> None:
         for bits in _numbers(args.bits):
             model = random_model(shape, bits=bits)
             weights = weight_bytes(model)
-            for context in _numbers(args.context):
-                for rows in _numbers(args.rows):
-                    cell = measure(model, shape, bits, rows, context, weights, bandwidth, args)
-                    cells.append(cell)
-                    print(json.dumps(cell), flush=True)
+            grid = [(rows, context) for context in _numbers(args.context) for rows in _numbers(args.rows)]
+            peer = {} if args.no_peer else {cell: batch_generator_ms(model, *cell, args.steps) for cell in grid}
+            kernel = prepare(model)
+            for rows, context in grid:
+                cell = measure(model, shape, bits, rows, context, weights, bandwidth, args)
+                cell["attention"] = kernel
+                if peer:
+                    cell["mlx_lm_ms"] = round(peer[rows, context], 3)
+                    cell["ratio"] = round(cell["mlx_lm_ms"] / cell["headrace_ms"], 2)
+                cells.append(cell)
+                print(json.dumps(cell), flush=True)
             del model
             gc.collect()
             mx.clear_cache()
@@ -184,16 +204,10 @@ def measure(
     kv = read_layout(model, 32).layout.bytes_per_token * rows * context
     cell: dict[str, Any] = {"shape": shape, "bits": bits, "rows": rows, "context": context}
     cell["floor_ms"] = round((weights + kv) / bandwidth * 1e3, 3)
-    if not args.no_peer:
-        cell["mlx_lm_ms"] = round(batch_generator_ms(model, rows, context, args.steps), 3)
-        gc.collect()
-        mx.clear_cache()
     options = RunnerOptions(compile=_on_gpu() and not args.no_compile, max_prefill_rows=1)
     cell["headrace_ms"] = round(headrace_ms(model, rows, context, args.steps, options), 3)
     gc.collect()
     mx.clear_cache()
-    if "mlx_lm_ms" in cell:
-        cell["ratio"] = round(cell["mlx_lm_ms"] / cell["headrace_ms"], 2)
     return cell
 
 

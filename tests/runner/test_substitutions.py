@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 
 from headrace.runner.cpu_math import fast_exp, gelu_gate, silu_gate
 from headrace.runner.logits_head import substitute_head
+from headrace.runner.substitutions.fused_linear import FusedPart, fuse_projections
 from headrace.runner.substitutions.gated_mlp import GatedMLP, substitute_gated_mlps
 
 
@@ -79,3 +80,26 @@ def test_selective_head_computes_the_chosen_positions(name: str) -> None:
     assert mx.allclose(got[0, 0], expected[0, 3], atol=1e-5) and mx.allclose(got[1, 0], expected[1, 1], atol=1e-5)
     selector.all_positions()
     assert mx.allclose(model(tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("llama", 6), ("qwen3", 4), ("gemma3_text", 8)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_fused_projections_give_the_same_logits(name: str, groups: int, packed: bool) -> None:
+    model = tiny_model(name)
+    if packed:
+        nn.quantize(model, group_size=32, bits=8)
+    tokens = mx.array([[1, 5, 9, 2], [4, 4, 0, 7]])
+    expected = model(tokens)
+    size = sum(value.nbytes for _, value in nn.utils.tree_flatten(model.parameters()))
+    assert fuse_projections(model) == groups
+    assert mx.allclose(model(tokens), expected, atol=1e-4)
+    assert sum(value.nbytes for _, value in nn.utils.tree_flatten(model.parameters())) == size
+    assert fuse_projections(model) == 0
+
+
+def test_fused_projections_forget_their_input() -> None:
+    model = tiny_model("llama")
+    fuse_projections(model)
+    model(mx.array([[1, 2]]))
+    parts = [module for _, module in model.named_modules() if isinstance(module, FusedPart)]
+    assert parts and all(part._shared._input is None for part in parts)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.attention.paged_decode import PagedDecodeKernel
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.layer_view import KVHandle, PagedMask
 from headrace.runner.mlx_lm_adapter import bind_attention, original_attention
@@ -14,11 +15,13 @@ from headrace.runner.mlx_lm_adapter import bind_attention, original_attention
 class AttentionDispatcher:
     """Callable with mlx-lm's signature; acts on the handle that a ``LayerView`` returned, not on ``cache``.
 
-    ``wrapped`` is the original function: for models that run on mlx-lm's own caches.
+    ``wrapped`` is the original function, for models that run on mlx-lm's own caches. ``kernel``, where there is
+    one, takes the decode shapes it supports; the reference takes the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: PagedDecodeKernel | None = None) -> None:
         self.wrapped = original_attention()
+        self.kernel = kernel
 
     def __call__(
         self,
@@ -37,11 +40,13 @@ class AttentionDispatcher:
             window = mask.window
         elif isinstance(mask, mx.array):
             raise TypeError("the model brings its own attention mask")
+        if self.kernel is not None and self.kernel.supports(queries, keys.view):
+            return self.kernel(queries, keys.view, scale, window, sinks)
         return paged_attention(queries, keys.view, scale, window, sinks)
 
 
-def install() -> AttentionDispatcher:
+def install(kernel: PagedDecodeKernel | None = None) -> AttentionDispatcher:
     """Bind a dispatcher in all loaded mlx-lm model modules; call again after importing another one."""
-    dispatcher = AttentionDispatcher()
+    dispatcher = AttentionDispatcher(kernel)
     bind_attention(dispatcher)
     return dispatcher
