@@ -274,10 +274,10 @@ class KVCacheManager:
             if table[block] != NULL_BLOCK:
                 pool.make_findable(table[block], content)
 
-    def release(self, seq: Sequence, keep: bool = True) -> None:
-        """Take all blocks from a sequence. ``keep``: what finished steps computed may serve others."""
+    def release(self, seq: Sequence) -> None:
+        """Take all blocks from a sequence; what finished steps computed may serve others."""
         size = self.block_size
-        if keep and self._caching:
+        if self._caching:
             self.commit(seq)
             num_full, rest = divmod(seq.num_confirmed, size)
             tail = tuple(seq.token_ids[num_full * size : num_full * size + rest])

@@ -447,7 +447,7 @@ class Scheduler:
         if error is None and row.samples and sampled is None:
             error = "the step returned no token for this sequence"
         if error is not None:
-            self._drop(seq, keep=False)
+            self._drop(seq)
             return seq.output([], [], FinishReason.ERROR, error)
         if row.epoch == seq.epoch:
             seq.num_confirmed = row.end
@@ -484,11 +484,11 @@ class Scheduler:
                 sibling.status = Status.WAITING
                 self._waiting.add_resumed(sibling)
 
-    def _drop(self, seq: Sequence, keep: bool = True) -> None:
-        """The end of a sequence, in whatever state it is. ``keep``: its blocks may serve others."""
+    def _drop(self, seq: Sequence) -> None:
+        """The end of a sequence, in whatever state it is."""
         if seq.status is Status.RUNNING:
             self._running.remove(seq)
-            self._kv.release(seq, keep)
+            self._kv.release(seq)
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
         seq.status = Status.FINISHED
