@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console scripts' entry point; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # a reader that left is found here, not when the interpreter ends
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
