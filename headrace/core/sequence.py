@@ -173,17 +173,20 @@ class Sequence:
         error: str = "",
     ) -> SequenceOutput:
         """Make an output; the first one carries what is said once."""
-        first, self.is_announced = not self.is_announced, True
-        prompt_logprobs, self.prompt_logprobs = (self.prompt_logprobs, None) if first else (None, None)
-        if finish_reason is FinishReason.ERROR:
-            prompt_logprobs = None
+        cached_tokens, prompt_logprobs = 0, None
+        if not self.is_announced:
+            self.is_announced = True
+            cached_tokens = self.group.cached_tokens or 0
+            if finish_reason is not FinishReason.ERROR:
+                prompt_logprobs = self.prompt_logprobs
+            self.prompt_logprobs = None
         return SequenceOutput(
             request_id=self.group.request.id,
             index=self.index,
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=finish_reason,
-            cached_tokens=(self.group.cached_tokens or 0) if first else 0,
+            cached_tokens=cached_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
         )
