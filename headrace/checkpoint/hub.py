@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -150,10 +150,18 @@ def _held_staging(hub_id: str, target: Path, options: FetchOptions) -> Iterator[
         try:
             _lock(handle, staging)
             if _is_at(handle, staging):
-                yield staging
+                try:
+                    yield staging
+                finally:
+                    _remove_if_empty(staging)
                 return
         finally:
             os.close(handle)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _lock(handle: int, staging: Path) -> None:
@@ -333,7 +341,7 @@ def _check_space(staging: Path, weights: list[RemoteFile]) -> None:
     free = shutil.disk_usage(staging).free
     if needed > free:
         raise StartupError(
-            f"disk full: the weights need {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free there"
+            f"disk full: the weights need {needed / 1e6:,.1f} MB more, {free / 1e6:,.1f} MB are free there"
         )
 
 
@@ -391,5 +399,5 @@ def reason(hub_id: str, error: Exception) -> str:
 def _osreason(error: OSError, target: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
-        return f"disk full while fetching to {target.parent} ({free / 1e9:.2f} GB free)"
+        return f"disk full while fetching to {target.parent} ({free / 1e6:,.1f} MB free)"
     return f"{target}: {error.strerror or error}"
