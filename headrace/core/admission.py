@@ -11,7 +11,7 @@ fit, or large requests would starve.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from headrace.core.account import Account
@@ -64,6 +64,14 @@ class WaitingQueue:
             yield from level.resumed
             for account in level.turns:
                 yield from level.fresh[account]
+
+    def has_fair_share(self, key: str, places: int) -> bool:
+        """Whether a key has as many new requests here as its share of ``places`` among the keys that wait."""
+        waiting: Counter[str] = Counter({key: 0})
+        for level in self._levels.values():
+            for account, fresh in level.fresh.items():
+                waiting[account.key] += len(fresh)
+        return waiting[key] >= places // len(waiting)
 
     def open_account(self, seq: Sequence) -> None:
         """Once per sequence, before it waits for the first time."""

@@ -140,7 +140,8 @@ class Scheduler:
         needed = prompt + max(emitted, 1 if request.params.max_tokens else 0)
         if needed > self._max_total:
             return Rejection(400, "context_length_exceeded", self._too_long(prompt), "prompt")
-        if self._waiting.num_fresh >= self._config.max_queue + self._free_seats():
+        places = self._config.max_queue + self._free_seats()
+        if self._waiting.num_fresh >= places and self._waiting.has_fair_share(request.key, places):
             waiting = self._waiting.num_fresh
             message = (
                 f"The queue is full: {waiting} requests wait, at most {self._config.max_queue} may. Try later."

@@ -89,6 +89,19 @@ def test_a_burst_into_free_seats_is_not_refused() -> None:
     eng.run()
 
 
+def test_a_key_that_fills_the_queue_does_not_shut_others_out() -> None:
+    eng = engine(max_num_seqs=1, max_queue=8)
+    eng.add(request("long", prompt(5), 100, key="heavy"))
+    eng.step()
+    refused = {key: 0 for key in ("heavy", "light", "third")}
+    for key in refused:
+        for i in range(20):
+            refused[key] += eng.add(request(f"{key}{i}", prompt(5), 3, key=key)) is not None
+    assert refused == {"heavy": 12, "light": 16, "third": 18}
+    eng.run()
+    eng.check_outputs()
+
+
 def test_running_sequences_are_bounded() -> None:
     eng = engine(max_num_seqs=3)
     for i in range(4):
