@@ -30,7 +30,6 @@ from headrace.runner.blas_candidates import Candidate, candidates, version_of
 
 _LOG = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 10.0
-_KERNEL_ADVANTAGE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,10 @@ class Measured(msgspec.Struct, frozen=True):
     gflops: float
 
     @property
-    def rank(self) -> float:
-        """Seconds, with the kernel's lowered: it does not stall when a core is busy, which no quiet run shows."""
-        return self.seconds * (_KERNEL_ADVANTAGE if self.kernel else 1.0)
+    def rank(self) -> tuple[bool, float]:
+        """Lowest first. Those with the kernel come first whatever was measured: it was never slower on a quiet
+        machine, and on a busy one figures mean little, while it is the one that does not stall there."""
+        return self.kernel is None, self.seconds
 
 
 def prepare(*, refresh: bool = False) -> BlasChoice:

@@ -145,6 +145,15 @@ def test_a_library_that_computes_wrong_is_left_out(tmp_path: Path) -> None:
     assert blas._probe(Candidate("Wrong", str(library)), 1) == "Wrong computes wrong products here"
 
 
+def test_the_kernel_comes_first_then_the_faster_library() -> None:
+    measured = [
+        Measured("a", "a", None, 1.0, 9.0),
+        Measured("b", "b", "kernel", 3.0, 2.0),
+        Measured("c", "c", "kernel", 2.0, 3.0),
+    ]
+    assert [one.name for one in sorted(measured, key=lambda one: one.rank)] == ["c", "b", "a"]
+
+
 def test_figures_are_measured_again_when_a_library_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
