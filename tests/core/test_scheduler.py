@@ -93,7 +93,7 @@ def test_a_key_that_fills_the_queue_does_not_shut_others_out() -> None:
     eng = engine(max_num_seqs=1, max_queue=8)
     eng.add(request("long", prompt(5), 100, key="heavy"))
     eng.step()
-    refused = {key: 0 for key in ("heavy", "light", "third")}
+    refused = dict.fromkeys(("heavy", "light", "third"), 0)
     for key in refused:
         for i in range(20):
             refused[key] += eng.add(request(f"{key}{i}", prompt(5), 3, key=key)) is not None
