@@ -126,7 +126,7 @@ def test_failing_rows_take_nobody_along(seed: int) -> None:
 
 @pytest.mark.slow
 def test_many_long_traces() -> None:
-    for seed in range(600):
+    for seed in range(300):
         Trace(seed, failures=seed % 3 == 0).run(events=150)
 
 
