@@ -21,7 +21,20 @@ def write_llama(
     path: Path, config: dict[str, Any], weights: dict[str, np.ndarray], qtype: Any = QTYPE.F32
 ) -> Path:
     """The llama of ``checkpoint_files`` as GGUF, matrices in ``qtype``."""
-    writer = gguf.GGUFWriter(path, "llama")
+    stored = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith("q_proj.weight"):
+            stored[name] = interleaved(weight, config["num_attention_heads"])
+        if name.endswith("k_proj.weight"):
+            stored[name] = interleaved(weight, config["num_key_value_heads"])
+    return write_gguf(path, "llama", config, {_gguf_name(name): weight for name, weight in stored.items()}, qtype)
+
+
+def write_gguf(
+    path: Path, architecture: str, config: dict[str, Any], weights: dict[str, np.ndarray], qtype: Any = QTYPE.F32
+) -> Path:
+    """A file of ``architecture`` with ``weights`` under GGUF's names, as they are; matrices in ``qtype``."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -30,16 +43,16 @@ def write_llama(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
     for name, weight in weights.items():
-        if name.endswith("q_proj.weight"):
-            weight = interleaved(weight, config["num_attention_heads"])
-        if name.endswith("k_proj.weight"):
-            weight = interleaved(weight, config["num_key_value_heads"])
         kind = qtype if weight.ndim > 1 else QTYPE.F32
         data = weight if kind is QTYPE.F32 else gguf.quants.quantize(weight, kind)
-        writer.add_tensor(_gguf_name(name), data, raw_dtype=kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

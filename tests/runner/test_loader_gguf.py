@@ -23,7 +23,7 @@ from headrace.runner.mlx_lm_adapter import build_model, one_sequence_cache
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 
 from checkpoint_files import CONFIG, tiny_weights
-from gguf_files import QTYPE, write_llama
+from gguf_files import QTYPE, write_gguf, write_llama
 
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 # rows of a K type are multiples of 256 values
@@ -67,6 +67,85 @@ def test_quantized_files_equal_their_dequantized_weights(tmp_path: Path, name: s
     packed = load_model(describe(path), device="cpu", keep_quantized=True)
     assert packed.packed is (name in EXACT)
     np.testing.assert_allclose(_logits(packed.model), expected, atol=2e-4)
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    # architecture: what its configuration adds, and GGUF's names of what llama does not have
+    "qwen2": ({"model_type": "qwen2"}, {}),
+    "qwen3": (
+        {"model_type": "qwen3", "head_dim": 16},
+        {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+    ),
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": 4,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "tie_word_embeddings": True,
+        },
+        {
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
+}
+
+
+def _family_names(extra: dict[str, str], names: list[str]) -> dict[str, str]:
+    """mlx-lm's parameter path -> GGUF's name."""
+    roles = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **extra,
+    }
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    found = {}
+    for name in names:
+        module, _, part = name.rpartition(".")
+        if module in outer:
+            found[name] = f"{outer[module]}.{part}"
+        else:
+            _, _, layer, role = module.split(".", 3)
+            found[name] = f"blk.{layer}.{roles[role]}.{part}"
+    return found
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families_equal_their_own_module(tmp_path: Path, architecture: str) -> None:
+    changes, extra = FAMILIES[architecture]
+    config = {**CONFIG, "architectures": [], **changes}
+    model = build_model(config["model_type"], config)
+    if config["tie_word_embeddings"]:
+        model.sanitize({})
+    random = np.random.default_rng(3)
+    weights = {
+        name: (random.standard_normal(array.shape) * 0.2).astype(np.float32)
+        for name, array in tree_flatten(model.parameters())
+    }
+    model.load_weights([(name, mx.array(value)) for name, value in weights.items()])
+    stored_more = 1 if architecture == "gemma3" else 0
+    stored = {
+        name: value + stored_more if name.endswith("norm.weight") else value for name, value in weights.items()
+    }
+    names = _family_names(extra, list(weights))
+    path = write_gguf(
+        tmp_path / "m.gguf", architecture, config, {names[name]: value for name, value in stored.items()}
+    )
+    loaded = load_model(describe(path), device="cpu")
+    np.testing.assert_allclose(_logits(loaded.model), _logits(model), atol=1e-5)
 
 
 def _random_rows(kind: str, rows: int = 3, blocks: int = 2) -> np.ndarray:
