@@ -136,10 +136,11 @@ class Cursor:
             taken.append(ahead[:run])
             self._position += run
 
-    def text_before(self, marks: Sequence[str], sink: TextSink) -> Step[str]:
+    def text_before(self, marks: Sequence[str], sink: TextSink, drop_unfinished: bool = False) -> Step[str]:
         """Give text to ``sink`` up to the first of ``marks`` and return that mark, not consumed; "" at the end.
 
-        No mark may be the beginning of another. Only text that may still become a mark is kept back.
+        No mark may be the beginning of another. Only text that may still become a mark is kept back; at the end
+        it is given out as text, or with ``drop_unfinished`` not at all.
         """
         pattern = _alternatives(tuple(marks))
         while True:
@@ -148,15 +149,16 @@ class Cursor:
             if match is not None:
                 self._give(match.start(), sink)
                 return match.group()
+            unfinished = _unfinished(self._buffer[self._position : end], marks)
+            self._give(end if self.is_last and not drop_unfinished else end - unfinished, sink)
             if self.is_last:
-                self._give(end, sink)
+                self._position = end
                 return ""
-            self._give(end - _unfinished(self._buffer[self._position : end], marks), sink)
             yield
 
-    def text_until(self, marks: Sequence[str], sink: TextSink) -> Step[str]:
+    def text_until(self, marks: Sequence[str], sink: TextSink, drop_unfinished: bool = False) -> Step[str]:
         """``text_before``, and the mark is consumed."""
-        mark = yield from self.text_before(marks, sink)
+        mark = yield from self.text_before(marks, sink, drop_unfinished)
         self._position += len(mark)
         return mark
 
@@ -170,7 +172,7 @@ class Cursor:
         while True:
             ahead = self._buffer[self._position : min(self._position + longest, self._visible_end)]
             match = pattern.search(ahead)
-            text = ahead if match is None else ahead[: match.start()]
+            text = ahead[: len(ahead) - _unfinished(ahead, ends) if match is None else match.start()]
             spoiled = len(text) > max_chars or any(char in banned for char in text)
             if match is not None and not spoiled:
                 self._position += match.end()

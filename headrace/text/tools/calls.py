@@ -15,7 +15,7 @@ answer and after the last one is dropped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.text.reasoning.cursor import WHITE_SPACE, Cursor, ReaderParser, Step
@@ -117,6 +117,33 @@ class ArgumentWriter:
             self._calls.start(self._name)
             self._calls.write("{}")
         self._calls.end(complete=True)
+
+
+def break_off(
+    cursor: Cursor,
+    calls: Calls,
+    closers: Sequence[str],
+    borders: Sequence[str] = (),
+    markup: Sequence[str] = (),
+) -> Step[None]:
+    """End an open call whose form is broken: what the model wrote up to a mark is arguments, as it stands.
+
+    Args:
+        cursor: where the form broke.
+        calls: has an open call.
+        closers: marks that belong to the call.
+        borders: marks that belong to what follows.
+        markup: where the answer ends without a mark, a rest that begins like one of these is unfinished markup
+            and no argument ("" stands for any rest).
+    """
+    rest: list[str] = []
+    mark = yield from cursor.text_before((*closers, *borders), rest.append, drop_unfinished=True)
+    text = "".join(rest)
+    if mark or not any(text.startswith(begin) or begin.startswith(text) for begin in markup):
+        calls.write(text)
+    if mark and closers:
+        yield from cursor.literal(*closers)
+    calls.end(complete=False)
 
 
 # Reads calls behind a mark. True: it ended in good order. False: what follows the last call (or the mark, when

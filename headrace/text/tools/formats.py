@@ -248,7 +248,7 @@ _MINIMAX = CallFormat(
 )
 _GRANITE = CallFormat(
     {
-        "<|tool_call|>": objects_until("<|/tool_call|>"),
+        "<|tool_call|>": _marked_objects,  # nothing closes it
         "<tool_call>": objects_until("</tool_call>"),
         "<function_call>": objects_until("</function_call>"),
     },

@@ -7,7 +7,7 @@ An object notation with bare keys and a string quote that is one token of its ow
 from __future__ import annotations
 
 from headrace.text.reasoning.cursor import WHITE_SPACE, Cursor, Step
-from headrace.text.tools.calls import ArgumentWriter, Calls
+from headrace.text.tools.calls import ArgumentWriter, Calls, break_off
 from headrace.text.tools.json_scanner import escaped
 from headrace.text.tools.schema import convert
 
@@ -31,9 +31,7 @@ def gemma_calls(cursor: Cursor, calls: Calls) -> Step[bool]:
         yield from cursor.skip(WHITE_SPACE)
         yield from cursor.literal(CLOSE)
     elif calls.is_open:
-        yield from cursor.text_before((CLOSE,), calls.write)
-        yield from cursor.literal(CLOSE)
-        calls.end(complete=False)
+        yield from break_off(cursor, calls, (CLOSE,), markup=("",))
     else:
         return False
     yield from cursor.skip(WHITE_SPACE)
@@ -74,10 +72,11 @@ def _value(cursor: Cursor, calls: Calls, depth: int) -> Step[bool]:
         return False
     if opening == QUOTE:
         calls.write('"')
-        if not (yield from cursor.text_until((QUOTE,), lambda text: calls.write(escaped(text)))):
-            return False
-        calls.write('"')
-        return True
+        closed = yield from cursor.text_until(
+            (QUOTE,), lambda text: calls.write(escaped(text)), drop_unfinished=True
+        )
+        calls.write('"' if closed else "")
+        return bool(closed)
     if opening:
         calls.write(opening)
         inside = _members(cursor, calls, None, depth + 1) if opening == "{" else _items(cursor, calls, depth + 1)
@@ -87,8 +86,8 @@ def _value(cursor: Cursor, calls: Calls, depth: int) -> Step[bool]:
         return True
     parts: list[str] = []
     border = yield from cursor.text_before((",", "}", "]"), parts.append)
-    text = "".join(parts)
-    calls.write(convert(text.strip(), _ANY) if border else text)
+    if border:
+        calls.write(convert("".join(parts).strip(), _ANY))
     return bool(border)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from headrace.text.reasoning.cursor import WHITE_SPACE, Cursor, Step
 from headrace.text.reasoning.events import TextSink
-from headrace.text.tools.calls import Calls, Reader
+from headrace.text.tools.calls import Calls, Reader, break_off
 from headrace.text.tools.json_scanner import JsonScanner, is_object
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -66,11 +66,10 @@ def arguments(
     if (yield from cursor.char()) == "{":
         calls.start(name, call_id)
         whole = yield from scan(cursor, calls.write)
-        if not whole:
-            yield from cursor.text_before((*closers, *borders), calls.write)
-            if closers:
-                yield from cursor.literal(*closers)
-        calls.end(whole)
+        if whole:
+            calls.end(complete=True)
+        else:
+            yield from break_off(cursor, calls, closers, borders)
         return True
     text = yield from json_text(cursor)
     if text is None:

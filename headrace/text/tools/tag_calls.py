@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.text.reasoning.cursor import WHITE_SPACE, Cursor, Step
 from headrace.text.reasoning.events import TextSink
-from headrace.text.tools.calls import ArgumentWriter, Calls
+from headrace.text.tools.calls import ArgumentWriter, Calls, break_off
 from headrace.text.tools.json_scanner import escaped
 from headrace.text.tools.schema import convert, is_text
 
@@ -83,9 +83,9 @@ def tagged_arguments(cursor: Cursor, calls: Calls, name: str, form: TagForm) -> 
             break
     if not calls.is_open:
         return False
-    yield from cursor.text_before((*form.call_ends, *form.borders), calls.write)
-    yield from cursor.literal(*form.call_ends)
-    calls.end(complete=False)
+    # Behind a key's opening tag any rest may be its unfinished remainder.
+    markup = ("",) if mark else (form.key_open, *form.call_ends)
+    yield from break_off(cursor, calls, form.call_ends, form.borders, markup)
     return True
 
 
@@ -113,25 +113,20 @@ def _types(calls: Calls, name: str, key: str, attributes: str) -> frozenset[str]
 
 
 def _value(cursor: Cursor, calls: Calls, form: TagForm, types: frozenset[str]) -> Step[bool]:
-    """Read a value and its closing tag. False: the answer ended in it; what there was is written as it stands."""
+    """Read a value and its closing tag. False: the answer ended in it; of a string, what is certain is written."""
     if form.trims_line_ends:
         yield from cursor.literal("\r\n", "\n")
     if is_text(types):
         calls.write('"')
         sink = _LineEndKeeper(lambda text: calls.write(escaped(text)), form.trims_line_ends)
-        closed = yield from cursor.text_until((form.value_close,), sink)
-        if closed:
-            calls.write('"')
-        else:
-            sink.release()
+        closed = yield from cursor.text_until((form.value_close,), sink, drop_unfinished=True)
+        calls.write('"' if closed else "")
         return bool(closed)
     parts: list[str] = []
     sink = _LineEndKeeper(parts.append, form.trims_line_ends)
     closed = yield from cursor.text_until((form.value_close,), sink)
-    if not closed:
-        sink.release()
-    text = "".join(parts)
-    calls.write(convert(text, types) if closed else text)
+    if closed:
+        calls.write(convert("".join(parts), types))
     return bool(closed)
 
 
@@ -150,7 +145,3 @@ class _LineEndKeeper:
             text = text[: len(text) - len(self._kept)]
         if text:
             self._sink(text)
-
-    def release(self) -> None:
-        if self._kept:
-            self._sink(self._kept)
