@@ -71,7 +71,11 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway is started with."""
+    """What the gateway is started with.
+
+    ``prefix_isolation``: "none": all keys share prefixes; "key": a key shares with itself only, so that nobody
+    learns from the time to the first token what others have sent.
+    """
 
     engine: EngineConfig
     served_model_names: tuple[str, ...]
@@ -79,6 +83,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[ApiKey, ...] = ()
     rate_limit_per_min: int = 0
+    prefix_isolation: str = "none"
     insecure: bool = False
     max_tokens: int = 32768
     max_request_tokens: int = 32768

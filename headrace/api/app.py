@@ -97,7 +97,8 @@ def make_services(
         keep_alive_s=KEEP_ALIVE_S,
     )
     defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
-    pipeline = Pipeline(engine, text.tokenizer, metrics, limits)
+    isolate_keys = config.prefix_isolation == "key"
+    pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
     return Services(config, engine, text, metrics, pipeline, defaults)
 
 

@@ -47,6 +47,13 @@ _KEYS = (
     Flag("--api-key", "accepted key, or NAME:KEY", "keys.flags", text("[NAME:]KEY"), repeat=True),
     Flag("--api-key-file", "file of such keys, one a line, # for comments", "keys.file", FILE),
     Flag("--rate-limit", "requests a minute and key; 0: no limit", "server.rate_limit_per_min", integer(0), "0"),
+    Flag(
+        "--prefix-isolation",
+        "key: prefixes are not shared between API keys",
+        "server.prefix_isolation",
+        choice("none", "key"),
+        "none",
+    ),
     Flag("--insecure", "listen on other than loopback addresses without a key", "server.insecure"),
 )
 
@@ -202,7 +209,6 @@ _REFUSED: dict[str, str] = {
     "--ssd-cache-dir": "KV on disk is not built; use --cache-memory-mb",
     "--ssd-cache-max-gb": "KV on disk is not built; use --cache-memory-mb",
     "--warm-prompts": "warming from a file is not built; send the prompts once after start",
-    "--prefix-isolation": "isolation between keys is not built; a request's cache_salt separates prefixes",
     "--draft-model": _NO_SPECULATION,
     "--num-draft-tokens": _NO_SPECULATION,
     "--ngram-speculation": _NO_SPECULATION,

@@ -61,7 +61,8 @@ def server_config(
 ) -> ServerConfig:
     """Configuration of the gateway. ``model_name`` is the API's name without ``--served-model-name``.
 
-    Raises UsageError as ``check``, and for a non-loopback host that nobody needs a key for.
+    Raises UsageError as ``check``, for a non-loopback host that nobody needs a key for, and for isolation between
+    keys where there are none.
     """
     check(values)
     fields = section(values, "server")
@@ -74,6 +75,10 @@ def server_config(
     if "max_tokens" not in fields and "max_request_tokens" in fields:
         fields["max_tokens"] = min(_default("max_tokens"), fields["max_request_tokens"])
     config = ServerConfig(engine=engine_config(values, model_path), defaults=section(values, "defaults"), **fields)
+    if config.prefix_isolation == "key" and not config.api_keys:
+        raise UsageError(
+            "--prefix-isolation key needs keys to tell callers apart: give --api-key or leave it out"
+        )
     if not (config.api_keys or config.insecure or is_loopback(config.host)):
         raise UsageError(
             f"--host {config.host} is reachable from other machines and no API key is set: "

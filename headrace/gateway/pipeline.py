@@ -59,12 +59,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pipeline:
-    """Runs requests on one engine and knows those in flight."""
+    """Runs requests on one engine and knows those in flight.
+
+    Args:
+        isolate_keys: API keys share no prefixes with each other.
+    """
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, metrics: RequestMetrics, limits: PipelineLimits
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: RequestMetrics,
+        limits: PipelineLimits,
+        *,
+        isolate_keys: bool = False,
     ) -> None:
         self._shared = RunServices(engine, tokenizer, metrics, limits)
+        self._isolate_keys = isolate_keys
         self._running: dict[str, Generation] = {}
 
     @property
@@ -79,7 +90,8 @@ class Pipeline:
         """
         runs: list[PromptRun] = []
         try:
-            for engine_request in _engine_requests(request):
+            salt = key_salt(request.key, request.cache_salt) if self._isolate_keys else request.cache_salt
+            for engine_request in _engine_requests(request, salt):
                 first_index = len(runs) * request.n
                 runs.append(
                     PromptRun(engine_request, first_index, request.text, request.received_at, self._shared)
@@ -129,7 +141,12 @@ class Generation:
         ]
 
 
-def _engine_requests(request: GenerationRequest) -> list[EngineRequest]:
+def key_salt(key: str, cache_salt: str) -> str:
+    """A salt of its own for every pair; the length keeps a key's name and the client's salt apart."""
+    return f"{len(key)}:{key}:{cache_salt}"
+
+
+def _engine_requests(request: GenerationRequest, cache_salt: str) -> list[EngineRequest]:
     several = len(request.prompts) > 1
     return [
         EngineRequest(
@@ -139,7 +156,7 @@ def _engine_requests(request: GenerationRequest) -> list[EngineRequest]:
             n=request.n,
             priority=request.priority,
             key=request.key,
-            cache_salt=request.cache_salt,
+            cache_salt=cache_salt,
         )
         for position, prompt in enumerate(request.prompts)
     ]

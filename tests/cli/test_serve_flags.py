@@ -30,6 +30,7 @@ GOOD: dict[str, str] = {
     "--log-format": "json",
     "--api-key": "alice:secret",
     "--rate-limit": "60",
+    "--prefix-isolation": "none",
     "--max-decode-stall-ms": "50",
     "--max-queue": "0",
     "--queue-timeout": "2.5",
@@ -251,6 +252,12 @@ def test_a_reachable_address_needs_a_key(host: str) -> None:
         config_of("--host", host)
     assert config_of("--host", host, "--api-key", "k").host == host
     assert config_of("--host", host, "--insecure").insecure
+
+
+def test_isolation_between_keys_needs_keys() -> None:
+    with pytest.raises(UsageError, match="--api-key"):
+        config_of("--prefix-isolation", "key")
+    assert config_of("--prefix-isolation", "key", "--api-key", "k").prefix_isolation == "key"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
