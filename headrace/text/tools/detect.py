@@ -48,8 +48,8 @@ _TOOLS = (
     _Rule("granite", ("<|start_of_role|>", "tool_call")),
     _Rule("hermes", ("<tool_call>",)),
     _Rule("llama4", ("<|header_start|>", "tools")),
-    _Rule("llama3", ("<|start_header_id|>", "ipython", "tools")),
     _Rule("pythonic", ("[func_name1(params_name1=params_value1",)),
+    _Rule("llama3", ("<|start_header_id|>", "ipython", "tools")),
 )
 _REASONING = (
     _Rule("harmony", ("<|channel|>", "<|message|>"), by_token="<|channel|>"),
