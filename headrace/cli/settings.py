@@ -76,9 +76,7 @@ def server_config(
         fields["max_tokens"] = min(_default("max_tokens"), fields["max_request_tokens"])
     config = ServerConfig(engine=engine_config(values, model_path), defaults=section(values, "defaults"), **fields)
     if config.prefix_isolation == "key" and not config.api_keys:
-        raise UsageError(
-            "--prefix-isolation key needs keys to tell callers apart: give --api-key or leave it out"
-        )
+        raise UsageError("--prefix-isolation key needs keys to tell callers apart: give --api-key or leave it out")
     if not (config.api_keys or config.insecure or is_loopback(config.host)):
         raise UsageError(
             f"--host {config.host} is reachable from other machines and no API key is set: "
