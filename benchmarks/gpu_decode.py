@@ -32,7 +32,9 @@ from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
 
@@ -97,6 +99,8 @@ def prepare(model: nn.Module) -> str:
     choice = choose_kernel(found.layers[0], heads, found.layout.groups[0].window, 32)
     install(choice.kernel)
     fuse_projections(model)
+    if _on_gpu() and not mx.metal.is_available():
+        substitute_small_row_linears(model, SmallRowsKernel())
     substitute_head(model)
     return choice.note
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.checkpoint.config import text_fields
+from headrace.checkpoint.config import positive_int, text_fields
 from headrace.checkpoint.model_folder import ModelFiles, describe
 from headrace.config import EngineConfig
 from headrace.core.layout import KVLayout
@@ -23,6 +23,7 @@ from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.kernel_check import KernelChoice, choose_kernel
 from headrace.runner.device import Device, read_device
 from headrace.runner.kv_layout import ModelLayout, read_layout
 from headrace.runner.kv_pool import KVPool
@@ -30,6 +31,7 @@ from headrace.runner.loader import LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.self_check import choose_options
+from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.warm_up import warm_up
 
@@ -72,6 +74,7 @@ class _Prepared:
     options: RunnerOptions
     vocab_size: int
     head_major: bool
+    attention: str
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
@@ -86,7 +89,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
     prepared = _prepare(config, files, device, progress)
     progress("measuring", 0.0)
     plan = _plan(config, files, device, prepared)
-    for line in (*prepared.loaded.notes, *plan.notes):
+    for line in (*prepared.loaded.notes, prepared.attention, *plan.notes):
         log.info(line)
     progress("allocating the KV pool", 0.0)
     pool = KVPool(
@@ -114,7 +117,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
             device=f"{device.kind}: {device.name}",
             max_model_len=plan.max_model_len,
             vocab_size=prepared.vocab_size,
-            attention=_attention_name(prepared),
+            attention=prepared.attention,
             plan=plan.numbers(),
         ),
     )
@@ -131,12 +134,15 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         progress=lambda fraction: progress("loading", fraction),
     )
     model: nn.Module = loaded.model
-    install()
     block_size = config.block_size or device.block_size
     head_major = device.kind == "cpu"
     if head_major and loaded.dtype == "float32":
         substitute_gated_mlps(model)
+    if not head_major:
+        fuse_projections(model)
     found = read_layout(model, block_size)
+    choice = _kernel_choice(files, found, block_size, head_major)
+    install(choice.kernel)
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
@@ -147,7 +153,18 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     if wanted.compile and head_major:
         raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
     options = choose_options(model, selector, found, vocab_size, head_major=head_major, wanted=wanted)
-    return _Prepared(loaded, found, selector, options, vocab_size, head_major)
+    attention = "reference attention: the model computes its own" if options.materialize else choice.note
+    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention)
+
+
+def _kernel_choice(files: ModelFiles, found: ModelLayout, block_size: int, head_major: bool) -> KernelChoice:
+    """The decode kernel, if the device has one that is right and faster on this model's widest group."""
+    if head_major:
+        return KernelChoice(None, "reference attention: slices of head-major pools")
+    layer = found.layers[0]
+    heads = positive_int(text_fields(files.config), "num_attention_heads") or layer.kv_heads
+    window = found.layout.groups[layer.group].window
+    return choose_kernel(layer, max(heads, layer.kv_heads), window, block_size)
 
 
 def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
@@ -200,9 +217,3 @@ def _scheduler_config(config: EngineConfig, plan: MemoryPlan, prepared: _Prepare
         prefix_cache_max_blocks=plan.prefix_cache_blocks,
         continuous_batching=config.continuous_batching,
     )
-
-
-def _attention_name(prepared: _Prepared) -> str:
-    if prepared.options.materialize:
-        return "reference (materialized)"
-    return "reference (slices)" if prepared.head_major else "reference (gather)"

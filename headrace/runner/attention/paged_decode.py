@@ -108,7 +108,8 @@ class PagedDecodeKernel:
         assert tables is not None and view.group.bases is not None
         context = tables.shape[1] * view.pool.block_size
         shape = _shape(rows, heads, layer.kv_heads, dim, context if window is None else min(context, window))
-        template = [
+        sink_values = mx.zeros((1,), mx.float32) if sinks is None else sinks.astype(mx.float32)
+        constants = [
             ("T", queries.dtype),
             ("D", dim),
             ("G", shape.queries),
@@ -121,10 +122,6 @@ class PagedDecodeKernel:
             ("HAS_SINKS", int(sinks is not None)),
             ("LP", shape.lanes),
         ]
-        no_sinks = mx.zeros((1,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-        threads = source.WARPS * 32
-        grid = (shape.splits * threads, heads // shape.queries_per_block, rows)
-        common = {"template": template, "grid": grid, "threadgroup": (threads, 1, 1)}
         inputs = [
             queries.reshape(rows, heads, dim),
             view.pool.keys[view.layer],
@@ -133,35 +130,43 @@ class PagedDecodeKernel:
             view.group.bases,
             view.batch.ends,
             mx.array([scale, softcap], mx.float32),
-            no_sinks,
+            sink_values,
         ]
-        out: mx.array
+        threads = source.WARPS * 32
+        launch = {
+            "inputs": inputs,
+            "template": constants,
+            "grid": (shape.splits * threads, heads // shape.queries_per_block, rows),
+            "threadgroup": (threads, 1, 1),
+        }
         if shape.splits == 1:
-            out = self._whole(
-                inputs=inputs, output_shapes=[(rows, heads, dim)], output_dtypes=[queries.dtype], **common
-            )[0]
+            whole = {"output_shapes": [(rows, heads, dim)], "output_dtypes": [queries.dtype]}
+            out: mx.array = self._whole(**launch, **whole)[0]
         else:
-            parts, stats = self._split(
-                inputs=inputs,
-                output_shapes=[(rows, heads, shape.splits, dim), (rows, heads, shape.splits, 2)],
-                output_dtypes=[mx.float32, mx.float32],
-                **common,
-            )
-            out = self._combine(
-                inputs=[parts, stats, no_sinks],
-                template=[
-                    ("T", queries.dtype),
-                    ("D", dim),
-                    ("H", heads),
-                    ("SPLITS", shape.splits),
-                    ("HAS_SINKS", int(sinks is not None)),
-                ],
-                grid=(dim, heads, rows),
-                threadgroup=(dim, 1, 1),
-                output_shapes=[(rows, heads, dim)],
-                output_dtypes=[queries.dtype],
-            )[0]
+            per_split = [(rows, heads, shape.splits, dim), (rows, heads, shape.splits, 2)]
+            parts = self._split(output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch)
+            out = self._combined(parts, sink_values, queries, shape.splits, sinks is not None)
         return out[:, :, None]
+
+    def _combined(
+        self, parts: list[mx.array], sinks: mx.array, queries: mx.array, splits: int, has_sinks: bool
+    ) -> mx.array:
+        rows, heads, _, dim = queries.shape
+        out: mx.array = self._combine(
+            inputs=[*parts, sinks],
+            template=[
+                ("T", queries.dtype),
+                ("D", dim),
+                ("H", heads),
+                ("SPLITS", splits),
+                ("HAS_SINKS", int(has_sinks)),
+            ],
+            grid=(dim, heads, rows),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[(rows, heads, dim)],
+            output_dtypes=[queries.dtype],
+        )[0]
+        return out
 
 
 def _shape(rows: int, heads: int, kv_heads: int, dim: int, context: int) -> _Shape:
