@@ -20,7 +20,7 @@ serve:
 	@scripts/serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test:
-	@scripts/test $(ARGS)
+	@scripts/test --models $(ARGS)
 
 check: lint
 	@scripts/test -m "not slow" $(ARGS)
