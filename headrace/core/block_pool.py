@@ -112,6 +112,12 @@ class BlockPool:
                 if not self._refs[other]:
                     self._forget(other)
 
+    def make_unfindable(self, blocks: Iterable[int]) -> None:
+        """Take held blocks out of the prefix index; null blocks are skipped."""
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self.index.discard(block)
+
     def clear_cached(self) -> None:
         self._drop_oldest(self.num_cached)
 

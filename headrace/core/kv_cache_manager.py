@@ -274,6 +274,12 @@ class KVCacheManager:
             if table[block] != NULL_BLOCK:
                 pool.make_findable(table[block], content)
 
+    def discard(self, seq: Sequence) -> None:
+        """Take all blocks from a sequence whose KV is in doubt; nobody finds them in the prefix cache again."""
+        for pool, table in zip(self.pools, seq.tables, strict=True):
+            pool.make_unfindable(table)
+        self._give_back(seq)
+
     def release(self, seq: Sequence) -> None:
         """Take all blocks from a sequence; what finished steps computed may serve others."""
         size = self.block_size
@@ -283,6 +289,9 @@ class KVCacheManager:
             tail = tuple(seq.token_ids[num_full * size : num_full * size + rest])
             if tail and num_full * size < seq.capacity:
                 self._offer(seq, num_full, BlockContent(seq.parent_hash(num_full, size), tail, None))
+        self._give_back(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
         for g, pool in enumerate(self.pools):
             pool.release(reversed(seq.tables[g]))  # tails are evicted before the heads they depend on
             seq.tables[g] = []

@@ -9,6 +9,9 @@ preemption, forks and replay after a worker's death are this one rule. A step ha
 2. chunks of prompts, as many as the prefill budget allows side by side;
 3. newly admitted sequences, in the waiting queue's order, while seats, blocks and budget last.
 
+A sequence whose logits were not finite is computed anew from its first token, in steps of its own that take turns
+with everybody else's; when that fails too, it ends with an error.
+
 Steps are scheduled one ahead of results: a sequence's newest token may still be on the device (``num_in_flight``).
 "No room" is a return value here; an exception is a fault. No clock, no arrays: time and results are passed in.
 """
@@ -33,6 +36,7 @@ __all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 MAX_MIXED_PREFILLS = 4  # long prompts under way up to which newcomers get every other prefill step
 LOOKUP_AGAIN_STEPS = 16
+MAX_FAULTS = 3  # a sequence is recomputed after at most this many steps without finite logits
 AWAITED_BLOCKS = 4  # wait for a prefix that is being computed if it saves at least this many blocks
 
 
@@ -88,6 +92,8 @@ class Scheduler:
         self._drain = DrainRate()
         self._blocked: _Blocked | None = None  # set when blocks, not seats, ended the last admission
         self._newcomers_turn = False
+        self._isolated: list[Sequence] = []  # unfinished ones with is_isolated, by time of their fault
+        self._was_alone = False
         self._next_seq_id = 0
         self._steps = 0
         self._num_sequences = 0
@@ -195,6 +201,21 @@ class Scheduler:
         if len(self._launched) > 1:
             raise RuntimeError("two steps are outstanding: update() must follow before schedule()")
         draft = _Draft(self._steps, PrefillBatch(self._budget, self._config.max_prefill_rows))
+        others_turn = self._was_alone and not all(seq.is_isolated for seq in self._running)
+        self._was_alone = not others_turn and self._schedule_alone(draft, now)
+        if not self._was_alone:
+            self._schedule_together(draft, now)
+        if others_turn and not draft.launched:
+            self._was_alone = self._schedule_alone(draft, now)
+        output = SchedulerOutput(
+            draft.step_id, tuple(draft.decode), tuple(draft.prefill), tuple(draft.copies), self._was_alone
+        )
+        if not output.is_empty:
+            self._launched[draft.step_id] = draft
+            self._steps += 1
+        return output
+
+    def _schedule_together(self, draft: _Draft, now: float) -> None:
         prefilling = self._schedule_decodes(draft)
         draft.batch.open(decode_rows=len(draft.decode))
         if prefilling and self._newcomers_turn and len(prefilling) < MAX_MIXED_PREFILLS:
@@ -207,11 +228,24 @@ class Scheduler:
             self._admit(draft, now)
         if draft.prefill:
             self._newcomers_turn = not self._newcomers_turn
-        output = SchedulerOutput(draft.step_id, tuple(draft.decode), tuple(draft.prefill), tuple(draft.copies))
-        if not output.is_empty:
-            self._launched[draft.step_id] = draft
-            self._steps += 1
-        return output
+
+    def _schedule_alone(self, draft: _Draft, now: float) -> bool:
+        """Make the step of an isolated sequence; False: none can be run now."""
+        for seq in self._isolated:
+            if seq.num_in_flight:
+                continue
+            draft.batch.open(decode_rows=0)
+            if seq.status is Status.RUNNING and seq.num_remaining:
+                tokens = self._fit_chunk(draft, seq, draft.batch.room(seq.num_computed, seq.num_remaining))
+                if tokens:
+                    self._add_row(draft, seq, tokens)
+            elif seq is self._waiting.next() and self._has_seat(seq):
+                chunk = self._first_chunk(draft, seq, self._kv.no_hit())
+                if chunk:
+                    self._start(draft, seq, self._kv.no_hit(), chunk, now)
+            if draft.launched:
+                return True
+        return False
 
     def _schedule_decodes(self, draft: _Draft) -> list[Sequence]:
         """Rows of one sampled token; returns the running sequences that need more than that."""
@@ -221,6 +255,8 @@ class Scheduler:
         while i < len(running):  # preemption shortens the list at its end
             seq = running[i]
             i += 1
+            if seq.is_isolated:
+                continue
             start, num_known = seq.num_computed, len(seq.token_ids)
             num_tokens = num_known + seq.num_in_flight
             if num_tokens - start != 1 or num_tokens >= seq.limit:
@@ -334,7 +370,7 @@ class Scheduler:
         blocked, self._blocked = self._blocked, None
         while not draft.preempted:
             seq = self._waiting.next()
-            if seq is None or seq.num_in_flight or not self._has_seat(seq):
+            if seq is None or seq.num_in_flight or seq.is_isolated or not self._has_seat(seq):
                 return
             if blocked is not None and self._running and self._is_still_blocked(blocked, seq, draft.step_id):
                 self._blocked = blocked
@@ -445,6 +481,11 @@ class Scheduler:
         error = result.failed.get(seq.seq_id)
         sampled = result.sampled.get(seq.seq_id)
         seq.num_in_flight -= row.samples
+        if row.epoch < seq.void_epoch:
+            return None
+        if error is not None and not seq.is_isolated and seq.num_faults < MAX_FAULTS:
+            self._isolate(seq)
+            return None
         if error is None and row.samples and sampled is None:
             error = "the step returned no token for this sequence"
         if error is not None:
@@ -466,8 +507,25 @@ class Scheduler:
             return seq.output([], [], reason)
         return self._take_token(seq, sampled.token_id, sampled.logprobs)
 
+    def _isolate(self, seq: Sequence) -> None:
+        """Start a sequence over, alone: nothing that it computed, or that was computed behind it, is believed."""
+        if seq.status is Status.RUNNING:
+            self._running.remove(seq)
+            self._kv.discard(seq)
+            seq.status = Status.WAITING
+            self._waiting.add_resumed(seq)
+        seq.epoch += 1
+        seq.void_epoch = seq.epoch
+        seq.num_faults += 1
+        seq.is_isolated = True
+        self._isolated.append(seq)
+        if seq.prompt_logprobs is not None:
+            seq.prompt_logprobs = [None]
+
     def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         seq.token_ids.append(token_id)
+        if seq.is_isolated:
+            self._rejoin(seq)
         self._generation_tokens += 1
         if seq.account is not None:
             seq.account.balance -= 1
@@ -475,6 +533,10 @@ class Scheduler:
         if reason is not None:
             self._drop(seq)
         return seq.output([token_id], [] if logprobs is None else [logprobs], reason)
+
+    def _rejoin(self, seq: Sequence) -> None:
+        seq.is_isolated = False
+        self._isolated.remove(seq)
 
     def _ready_siblings(self, seq: Sequence) -> None:
         """Once the leader has computed the prompt but for the last token, the others may fork from it."""
@@ -493,6 +555,8 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
         seq.status = Status.FINISHED
+        if seq.is_isolated:
+            self._rejoin(seq)
         self._waiting.close_account(seq)
         self._num_sequences -= 1
         group = seq.group

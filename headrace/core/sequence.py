@@ -46,6 +46,9 @@ class Sequence:
         token_ids: prompt and output tokens known to the host.
         num_in_flight: tokens sampled by launched steps whose results have not arrived.
         epoch: counts preemptions; results of steps launched before the last one no longer confirm KV.
+        void_epoch: results of rows launched in epochs below this one are worth nothing.
+        num_faults: how often this sequence's logits were not finite.
+        is_isolated: it computes everything anew, in steps of its own, until it has sampled a token.
         limit: prompt and output tokens at most.
         tables: per layer group, block ids of its positions in order.
         trimmed: per layer group, leading blocks that left the window (null in the table).
@@ -63,11 +66,13 @@ class Sequence:
         "group",
         "index",
         "is_announced",
+        "is_isolated",
         "last_step",
         "limit",
         "num_committed",
         "num_computed",
         "num_confirmed",
+        "num_faults",
         "num_in_flight",
         "num_prompt_tokens",
         "order",
@@ -83,6 +88,7 @@ class Sequence:
         "token_ids",
         "trimmed",
         "uses_history",
+        "void_epoch",
     )
 
     def __init__(self, seq_id: int, group: RequestGroup, index: int, max_total: int, num_groups: int) -> None:
@@ -106,7 +112,9 @@ class Sequence:
         self.num_in_flight = 0
         self.num_computed = 0
         self.num_confirmed = 0
-        self.epoch = 0
+        self.epoch = self.void_epoch = 0
+        self.num_faults = 0
+        self.is_isolated = False
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.table_tuples: tuple[tuple[int, ...], ...] | None = None
         self.trimmed = [0] * num_groups

@@ -77,12 +77,16 @@ class SchedulerOutput:
 
     ``decode`` has the rows of one token that sample, whatever the reason; ``prefill`` has all others. A sequence
     is in at most one row. Launch every step that is not empty, in order; drop empty ones.
+
+    ``recomputes``: the step's only row is of a sequence whose logits were not finite before; it is given this one
+    chance alone.
     """
 
     step_id: int
     decode: tuple[ScheduledRow, ...] = ()
     prefill: tuple[ScheduledRow, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    recomputes: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -5,6 +5,9 @@
 
 Step k+1 is scheduled and launched before the tokens of step k are read, so the device does not wait for Python. A
 sequence that ended in step k has then run one position too far; the scheduler drops that token.
+
+A step without one finite row is not believed at all (the device is at fault, not a request): it is poisoned, as
+one that raises is. A few bad rows are the scheduler's business; it computes each once more, alone.
 """
 
 from __future__ import annotations
@@ -40,10 +43,19 @@ class StepHandle(Protocol):
         ...
 
 
+class PoisonedStep(Exception):
+    """A step of which nothing may be used; the process must be replaced."""
+
+
 class Runner(Protocol):
     """What executes scheduler outputs. Launches are read in order, at most two at a time."""
 
     def launch(self, output: SchedulerOutput) -> StepHandle: ...
+
+
+class _Launched(NamedTuple):
+    handle: StepHandle
+    output: SchedulerOutput
 
 
 class MemoryUse(NamedTuple):
@@ -75,7 +87,7 @@ class Engine:
         self._record = record
         self._read_memory = read_memory
         self._clock = clock
-        self._in_flight: StepHandle | None = None
+        self._in_flight: _Launched | None = None
         self._running: frozenset[str] = frozenset()  # requests of the step in flight, and those beside it
         self._answering: set[str] = set()  # those of them that have sampled a token
         self._steps_total = 0
@@ -94,7 +106,7 @@ class Engine:
             return None
         outputs = self._signs_of_life() if output.prefill else []
         if before is not None:
-            result = before.result()
+            result = believed(before.output, before.handle.result())
             outputs += self._scheduler.update(result, self._clock())
             self._answering.update(output.request_id for output in outputs if output.token_ids)
             self._steps_total += 1
@@ -143,13 +155,13 @@ class Engine:
             self._record.write(frozenset((*self._scheduler.running_ids(), *self._scheduler.waiting_ids())))
             raise
 
-    def _launch(self, output: SchedulerOutput) -> StepHandle | None:
+    def _launch(self, output: SchedulerOutput) -> _Launched | None:
         """Launch, unless there is nothing to run. The record names everybody who may be blamed for a death now."""
         before = self._running if self._in_flight is not None else frozenset()
         self._running = frozenset() if output.is_empty else frozenset(self._scheduler.running_ids())
         self._answering.intersection_update(self._running | before)
         self._record.write(self._running | before)
-        return None if output.is_empty else self._runner.launch(output)
+        return None if output.is_empty else _Launched(self._runner.launch(output), output)
 
     def _signs_of_life(self) -> list[SequenceOutput]:
         """One empty output per request that is not waiting any more and has no token yet."""
@@ -171,3 +183,10 @@ class Engine:
             param=rejection.param,
             retry_after_s=rejection.retry_after_s,
         )
+
+
+def believed(output: SchedulerOutput, result: StepResult) -> StepResult:
+    """The result, unless every row that sampled failed; a single row that is tried again may fail by itself."""
+    if result.failed and not result.sampled and not output.recomputes:
+        raise PoisonedStep(f"all {len(result.failed)} rows failed: {next(iter(result.failed.values()))}")
+    return result

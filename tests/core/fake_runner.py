@@ -104,6 +104,10 @@ class FakeRunner:
         failed: dict[int, str] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         written: set[tuple[int, int, int]] = set()
+        if output.recomputes:
+            (alone,) = (*output.decode, *output.prefill)
+            if alone.start == 0:
+                self.failed.discard(alone.seq_id)
         for row in (*output.decode, *output.prefill):
             self.run_row(row, sampled, failed, logprobs, written)
         self.last_sampled = sampled

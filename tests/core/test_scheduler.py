@@ -368,6 +368,37 @@ def test_nothing_of_a_failed_step_is_reused() -> None:
     eng.check_outputs()
 
 
+def test_a_row_that_fails_once_is_computed_again_alone_and_nobody_notices() -> None:
+    eng = engine(prefill_step_size=16)
+    eng.add(request("good", prompt(40, 1), 30))
+    eng.add(request("bad", prompt(40, 2), 20))
+    while len(eng.received["bad", 0].tokens) < 5:
+        eng.step()
+    bad, at = 1, len(eng.steps)
+    eng.runner.fail = lambda row: row.seq_id == bad and len(eng.steps) == at
+    eng.run()
+    assert [eng.received[name, 0].finish for name in ("good", "bad")] == [FinishReason.LENGTH] * 2
+    eng.check_outputs()
+    alone = [step for step in eng.steps if step.recomputes]
+    rows = [row for step in alone for row in (*step.decode, *step.prefill)]
+    assert {row.seq_id for row in rows} == {bad} and len(rows) == len(alone)
+    assert rows[0].start == 0, "its own cached blocks were used"
+    assert rows[-1].samples
+    first, last = eng.steps.index(alone[0]), eng.steps.index(alone[-1])
+    assert last - first >= 2 * (len(alone) - 1), "others had no turn"
+
+
+def test_a_row_that_keeps_failing_is_given_up() -> None:
+    eng = engine()
+    eng.runner.fail = lambda row: row.seq_id == 1 and row.sample_position >= 18 and not eng.steps[-1].recomputes
+    eng.add(request("good", prompt(10, 1), 40))
+    eng.add(request("bad", prompt(10, 2), 40))
+    eng.run()
+    assert eng.received["bad", 0].finish is FinishReason.ERROR
+    assert eng.received["good", 0].finish is FinishReason.LENGTH
+    eng.check_outputs()
+
+
 # -- replay --------------------------------------------------------------------------------------------
 
 

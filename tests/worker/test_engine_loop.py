@@ -13,7 +13,7 @@ from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.core.step import SampledToken, SchedulerOutput, StepResult
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest, FinishReason
-from headrace.worker.engine import Engine
+from headrace.worker.engine import Engine, PoisonedStep
 from headrace.worker.process import serve
 from headrace.worker.protocol import (
     EXIT_POISONED_STEP,
@@ -38,6 +38,7 @@ class Runner:
         self.record = record
         self.recorded: list[frozenset[str]] = []
         self.fault: Exception | None = None
+        self.not_finite: set[int] = set()  # sequences
 
     def launch(self, output: SchedulerOutput) -> Any:
         self.events.append(f"launch {output.step_id}")
@@ -54,8 +55,10 @@ class Handle:
             raise self.runner.fault
         self.runner.events.append(f"read {self.output.step_id}")
         rows = (*self.output.decode, *self.output.prefill)
-        sampled = {row.seq_id: SampledToken(row.sample_position) for row in rows if row.samples}
-        return StepResult(self.output.step_id, sampled, {}, {}, 0.01)
+        bad = self.runner.not_finite
+        sampled = {r.seq_id: SampledToken(r.sample_position) for r in rows if r.samples and r.seq_id not in bad}
+        failed = {row.seq_id: "not finite" for row in rows if row.samples and row.seq_id in bad}
+        return StepResult(self.output.step_id, sampled, failed, {}, 0.01)
 
 
 @pytest.fixture
@@ -220,3 +223,24 @@ def test_a_poisoned_step_releases_nothing_and_exits_with_its_code(record: Path) 
     tokens = [o.token_ids for m in mailbox.sent if isinstance(m, StepOutputs) for o in m.outputs if o.token_ids]
     assert tokens == []
     assert read_step_record(record) == {"a"}
+
+
+def test_a_step_without_a_finite_row_is_poisoned(record: Path) -> None:
+    engine = engine_of(runner := Runner(record))
+    for name in "ab":
+        add(engine, name, max_tokens=20)
+    outputs = [engine.step() for _ in range(4)]
+    runner.not_finite = {0, 1}
+    with pytest.raises(PoisonedStep, match="all 2 rows"):
+        drain(engine)
+    assert outputs[-1] is not None and all(o.finish_reason is None for o in outputs[-1].outputs)
+
+
+def test_a_row_that_is_never_finite_fails_without_the_worker(record: Path) -> None:
+    engine = engine_of(runner := Runner(record))
+    for name in "ab":
+        add(engine, name, max_tokens=20)
+    runner.not_finite = {1}
+    ends = {o.request_id: o.finish_reason for m in drain(engine) for o in m.outputs if o.finish_reason}
+    assert ends == {"a": FinishReason.LENGTH, "b": FinishReason.ERROR}
+    assert engine.stats().blocks_held == 0
