@@ -75,6 +75,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``prefix_isolation``: "none": all keys share prefixes; "key": a key shares with itself only, so that nobody
     learns from the time to the first token what others have sent.
+
+    ``tool_call_parser``, ``reasoning_parser``: a name, "auto" (by the chat template) or "none".
+
+    ``response_store_mb``: room for the stored answers of ``/v1/responses``, 0: none is stored; they are in
+    ``response_store_file``, None: in the user's state folder.
     """
 
     engine: EngineConfig
@@ -97,6 +102,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     defaults: dict[str, float | int] = {}
     chat_template_file: str | None = None
     chat_template_kwargs: dict[str, object] = {}
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    response_store_mb: int = 256
+    response_store_file: str | None = None
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""
     ssl_certfile: str | None = None

@@ -25,6 +25,7 @@ from headrace.api.auth import AuthMiddleware
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
+from headrace.api.parsers import choose_parsers
 from headrace.api.services import Services
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.gateway.pipeline import Pipeline
@@ -99,7 +100,7 @@ def make_services(
     defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
     isolate_keys = config.prefix_isolation == "key"
     pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
-    return Services(config, engine, text, metrics, pipeline, defaults)
+    return Services(config, engine, text, metrics, pipeline, defaults, choose_parsers(config, text))
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:

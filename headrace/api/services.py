@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from headrace.api.fields import shown
+from headrace.api.parsers import Parsers
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.errors import InternalFault, ModelNotFound, NotReady
 from headrace.gateway.pipeline import Pipeline
@@ -35,6 +36,7 @@ class Services:
     metrics: RequestMetrics
     pipeline: Pipeline
     defaults: GenerationDefaults
+    parsers: Parsers
     started_at: float = field(default_factory=time.time)
 
     def model_limits(self) -> ModelLimits:

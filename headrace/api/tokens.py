@@ -86,7 +86,7 @@ def _encoder(house: Services, fields: TokenizeRequest) -> Callable[[], list[int]
         return lambda: house.text.tokenizer.encode(prompt, parse_special=True, add_bos=fields.add_special_tokens)
     if messages is None or prompt is not None:
         raise InvalidRequest("exactly one of prompt and messages is needed", param="prompt")
-    return render_chat(
+    render = render_chat(
         house,
         ChatFields(
             messages=messages,
@@ -97,6 +97,7 @@ def _encoder(house: Services, fields: TokenizeRequest) -> Callable[[], list[int]
             chat_template_kwargs=fields.chat_template_kwargs,
         ),
     )
+    return lambda: render().token_ids
 
 
 def _count_unknown(house: Services, body: dict[str, Any], schema: type[msgspec.Struct]) -> None:

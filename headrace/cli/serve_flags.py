@@ -166,6 +166,38 @@ _MODEL = (
     Flag("--download-retries", "further attempts", "download.retries", integer(0), "3"),
 )
 
+_ANSWERS = (
+    Flag(
+        "--tool-call-parser",
+        "how tool calls are read: a name, auto or none",
+        "server.tool_call_parser",
+        text("NAME"),
+        "auto, that is by the chat template",
+    ),
+    Flag(
+        "--reasoning-parser",
+        "how thinking is read: a name, auto or none",
+        "server.reasoning_parser",
+        text("NAME"),
+        "auto, that is by the chat template",
+    ),
+    Flag("--enable-auto-tool-choice", "accepted: calls are read whenever a request declares tools"),
+    Flag(
+        "--response-store-mb",
+        "room for stored answers of /v1/responses; 0: none is stored",
+        "server.response_store_mb",
+        integer(0),
+        "256",
+    ),
+    Flag(
+        "--response-store-file",
+        "where they are",
+        "server.response_store_file",
+        text("FILE"),
+        "in the user's state folder",
+    ),
+)
+
 _DEFAULTS = (
     Flag("--default-temperature", "0: greedy", "defaults.temperature", number(0)),
     Flag("--default-top-p", "1: off", "defaults.top_p", number(0, 1, above=True)),
@@ -188,7 +220,6 @@ _PREFIX_CACHE = "use --cache-memory-mb (a cap in bytes) or --disable-prefix-cach
 _NO_QUANTIZED_KV = "quantized KV is not built; leave it out, or lower --max-model-len to save memory"
 _NO_IMAGES = "images, video and audio are not built; leave it out for text models"
 _NO_EMBEDDING = "embedding and rerank models are not built; use another server for them"
-_NO_PARSER = "tool-call and reasoning parsers are not built; leave it out"
 
 _REFUSED: dict[str, str] = {
     "--models-config": _ONE_MODEL,
@@ -199,9 +230,6 @@ _REFUSED: dict[str, str] = {
     "--rerank-model": _NO_EMBEDDING,
     "--embedding-max-length": _NO_EMBEDDING,
     "--embedding-overflow-policy": _NO_EMBEDDING,
-    "--enable-auto-tool-choice": _NO_PARSER,
-    "--tool-call-parser": _NO_PARSER,
-    "--reasoning-parser": _NO_PARSER,
     "--default-thinking-token-budget": "a thinking budget is not built; use --max-tokens",
     "--adapter": "LoRA adapters are not built; fuse the adapter into the model",
     "--mcp-config": "MCP tools are not built; run the tools in the client",
@@ -250,6 +278,7 @@ SERVE_FLAGS = FlagTable.of(
         "limits": _LIMITS,
         "memory": _MEMORY,
         "model": _MODEL,
+        "answers": _ANSWERS,
         "defaults for fields that a request leaves out (default: generation_config.json's)": _DEFAULTS,
         "not available": tuple(Flag(name, refused=advice) for name, advice in _REFUSED.items()),
     }

@@ -1,8 +1,10 @@
 """What a running request tells its renderer: one vocabulary for all API dialects, streamed or not.
 
-Order within one sequence: an optional ``PromptScored``, then ``TextDelta`` …, then one ``SequenceFinished``.
+Order: ``Started``; then, within one sequence, an optional ``PromptScored``, any number of ``TextDelta``,
+``ReasoningDelta`` and calls (``CallStarted``, ``CallArguments`` …, ``CallEnded``, never two at once), then one
+``SequenceFinished``.
 ``Usage`` is the last event of a request that did not fail. Events come in lists, one list per batch of engine
-outputs. ``fold`` makes the whole answer of the same events.
+outputs. ``Folded`` makes the whole answer of the same events.
 """
 
 from __future__ import annotations
@@ -33,6 +35,12 @@ class ScoredToken(msgspec.Struct, frozen=True, gc=False):
     top: tuple[ScoredToken, ...] = ()
 
 
+class Started(msgspec.Struct, frozen=True, gc=False):
+    """The engine works on a prompt (once per prompt): so many of its tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
 class PromptScored(msgspec.Struct, frozen=True, gc=False):
     """Logprobs of the prompt's tokens; once per prompt, with the index of its first sequence."""
 
@@ -45,7 +53,8 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
     ``token_ids`` of all deltas together are every token that counts as completion, an end token or the tokens of
     a matched stop string included. ``logprobs`` (when asked) has one entry per token whose text is in the
-    answer. Either may be empty where the other is not.
+    answer. Either may be empty where the other is not. Where reasoning and calls are parsed, the tokens and
+    logprobs of all kinds of text come with deltas that may have no text of their own.
     """
 
     index: int
@@ -54,13 +63,54 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[ScoredToken, ...] = ()
 
 
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """Text that the model thought aloud; never empty."""
+
+    index: int
+    text: str
+
+
+class CallStarted(msgspec.Struct, frozen=True, gc=False):
+    """A tool call begins; ``call`` counts 0, 1, … within the sequence."""
+
+    index: int
+    call: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
+    """The next piece of a call's arguments, as JSON text; never empty."""
+
+    index: int
+    call: int
+    text: str
+
+
+class CallEnded(msgspec.Struct, frozen=True, gc=False):
+    """A call is over; ``complete``: its joined arguments are a JSON object (otherwise: what the model wrote)."""
+
+    index: int
+    call: int
+    complete: bool
+
+
 class SequenceFinished(msgspec.Struct, frozen=True, gc=False):
-    """One sequence is over; ``stop`` is the stop string or the asked-for stop token that ended it."""
+    """One sequence is over.
+
+    Attributes:
+        stop: the stop string or the asked-for stop token that ended it.
+        completion_tokens: all that were sampled, those of thinking included.
+        reasoning_tokens: of these, the tokens up to the last piece of each thinking block, markup included.
+        num_calls: tool calls in the answer.
+    """
 
     index: int
     reason: FinishReason
     stop: str | int | None
     completion_tokens: int
+    reasoning_tokens: int = 0
+    num_calls: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -69,20 +119,51 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 class KeepAlive(msgspec.Struct, frozen=True, gc=False):
     """Nothing has happened for a while; the connection is still wanted."""
 
 
-Event = PromptScored | TextDelta | SequenceFinished | Usage | KeepAlive
+Event = (
+    Started
+    | PromptScored
+    | TextDelta
+    | ReasoningDelta
+    | CallStarted
+    | CallArguments
+    | CallEnded
+    | SequenceFinished
+    | Usage
+    | KeepAlive
+)
+
+
+class FoldedCall:
+    """One tool call; ``arguments`` is JSON text if ``complete``, else what the model wrote."""
+
+    def __init__(self, started: CallStarted) -> None:
+        self.id = started.id
+        self.name = started.name
+        self._arguments: list[str] = []
+        self.complete = False
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._arguments)
+
+    def add(self, piece: CallArguments) -> None:
+        self._arguments.append(piece.text)
 
 
 class FoldedSequence:
-    """All that one sequence said."""
+    """All that one sequence said, text of a kind joined."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[FoldedCall] = []
         self.token_ids: list[int] = []
         self.logprobs: list[ScoredToken] = []
         self.prompt: tuple[ScoredToken, ...] = ()
@@ -92,10 +173,24 @@ class FoldedSequence:
     def text(self) -> str:
         return "".join(self._text)
 
-    def add(self, delta: TextDelta) -> None:
-        self._text.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    def add(self, event: TextDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded) -> None:
+        match event:
+            case TextDelta():
+                self._text.append(event.text)
+                self.token_ids.extend(event.token_ids)
+                self.logprobs.extend(event.logprobs)
+            case ReasoningDelta():
+                self._reasoning.append(event.text)
+            case CallStarted():
+                self.calls.append(FoldedCall(event))
+            case CallArguments():
+                self.calls[event.call].add(event)
+            case CallEnded():
+                self.calls[event.call].complete = event.complete
 
 
 class Folded:
@@ -108,7 +203,7 @@ class Folded:
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:
-                case TextDelta():
+                case TextDelta() | ReasoningDelta() | CallStarted() | CallArguments() | CallEnded():
                     self.sequences[event.index].add(event)
                 case SequenceFinished():
                     self.sequences[event.index].finished = event
@@ -116,5 +211,5 @@ class Folded:
                     self.sequences[event.index].prompt = event.tokens
                 case Usage():
                     self.usage = event
-                case KeepAlive():
+                case KeepAlive() | Started():
                     pass

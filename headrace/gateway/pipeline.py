@@ -137,6 +137,7 @@ class Generation:
                 prompt_tokens=sum(len(run.request.prompt_token_ids) for run in self._runs),
                 completion_tokens=sum(run.completion_tokens for run in self._runs),
                 cached_tokens=sum(run.cached_tokens for run in self._runs),
+                reasoning_tokens=sum(run.reasoning_tokens for run in self._runs),
             )
         ]
 

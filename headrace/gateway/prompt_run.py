@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.errors import InternalFault, RequestError, RequestTimeout
-from headrace.gateway.events import Event, KeepAlive, PromptScored, SequenceFinished
+from headrace.gateway.events import Event, KeepAlive, PromptScored, SequenceFinished, Started
 from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prompt
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.request import EngineRequest, FinishReason, SequenceOutput
@@ -92,6 +92,10 @@ class PromptRun:
     def completion_tokens(self) -> int:
         return sum(sequence.completion_tokens for sequence in self._sequences)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(sequence.reasoning_tokens for sequence in self._sequences)
+
     async def accepted(self) -> None:
         try:
             await self._stream.accepted()
@@ -104,10 +108,14 @@ class PromptRun:
         try:
             async for outputs in self._stream:
                 now = time.monotonic()
-                events = self._absorb(outputs, now) if outputs else self._look_at_clocks(now)
+                events = self._absorb(outputs, now)
+                if not outputs:
+                    self._look_at_clocks(now)
+                if not events and now - self._sent_at >= self._limits.keep_alive_s:
+                    events = [KeepAlive()]
+                    self._sent_at = now
                 if events:
                     yield events
-                    self._sent_at = now
                 if not self._open:
                     return
             yield self._end_open_sequences()
@@ -142,7 +150,7 @@ class PromptRun:
         self._stream.wake()
         self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
 
-    def _look_at_clocks(self, now: float) -> list[Event]:
+    def _look_at_clocks(self, now: float) -> None:
         queue, progress = self._limits.queue_timeout_s, self._limits.progress_timeout_s
         if queue is not None and self._started_at is None and now - self._submitted_at >= queue:
             raise RequestTimeout(
@@ -151,28 +159,28 @@ class PromptRun:
             )
         if progress is not None and now - self._progress_at >= progress:
             raise RequestTimeout(f"the request made no progress for {progress:g} s, the limit here")
-        if now - self._sent_at >= self._limits.keep_alive_s:
-            return [KeepAlive()]
-        return []
 
     # -- outputs
 
     def _absorb(self, outputs: Iterable[SequenceOutput], now: float) -> list[Event]:
-        self._progress_at = now
         events: list[Event] = []
         for output in outputs:
+            self._progress_at = now
+            if not self.cached_tokens:
+                self.cached_tokens = output.cached_tokens
             if self._started_at is None:
                 self._started_at = now
                 self._metrics.scheduled(now - self._submitted_at)
-            if not self.cached_tokens:
-                self.cached_tokens = output.cached_tokens
+                events.append(Started(self.cached_tokens))
             if output.prompt_logprobs is not None and output.index == 0:
                 scored = score_prompt(self._tokenizer, self.request.prompt_token_ids, output.prompt_logprobs)
                 events.append(PromptScored(self._first_index, scored))
             if output.token_ids:
                 self._observe_tokens(output, now)
             _raise_failure(output)
-            events += self._advance(output)
+            if advance := self._advance(output):
+                events += advance
+                self._sent_at = now
         return events
 
     def _advance(self, output: SequenceOutput) -> list[Event]:

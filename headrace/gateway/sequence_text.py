@@ -1,7 +1,6 @@
-"""Tokens of one sequence -> text events: detokenize, stop strings, then deltas of the wanted size.
+"""Tokens of one sequence -> events: detokenize, stop strings, answer parser, then deltas of the wanted size.
 
-    tokens ──► detokenizer ──► stop strings ──► delivery ──► TextDelta / SequenceFinished
-                                 ^ parsers of reasoning and tool calls will stand behind this
+    tokens ──► detokenizer ──► stop strings ──► [reasoning and calls] ──► delivery ──► TextDelta … SequenceFinished
 
 Tokens are taken one by one, whatever batch they came in, so the result depends on the tokens alone: a stop
 string ends the sequence at the very token that completes it, and tokens behind it do not exist.
@@ -17,6 +16,7 @@ from collections import deque
 import msgspec
 
 from headrace.gateway.events import Event, ScoredToken, SequenceFinished, TextDelta
+from headrace.gateway.parsed_text import AnswerOptions, ParsedText
 from headrace.request import FinishReason, SequenceOutput, TokenLogprobs
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.stop_strings import StopStrings
@@ -35,6 +35,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
         end_token_ids: the model's own end tokens: they end a sequence without being reported as ``stop``.
         min_tokens: stop strings are not looked for in the text of so many first tokens.
         interval: tokens per delta behind the first; None: one delta at the end.
+        kept_token_ids: special tokens whose text is seen all the same: the answer parser needs them.
+        answer: how the text is split into reasoning, content and calls; None: all of it is content.
     """
 
     stop: tuple[str, ...] = ()
@@ -43,6 +45,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     interval: int | None = 1
+    kept_token_ids: frozenset[int] = frozenset()
+    answer: AnswerOptions | None = None
 
 
 class _Waiting(msgspec.Struct, gc=False):
@@ -65,15 +69,20 @@ class SequenceText:
         self._index = index
         self._tokenizer = tokenizer
         self._options = options
-        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special, kept=options.kept_token_ids)
         self._stops = StopStrings(options.stop, options.include_stop) if options.stop else None
         self._waiting: deque[_Waiting] = deque()
-        self._text: list[str] = []  # released, not delivered
+        self._parsed = ParsedText(index, options.answer) if options.answer is not None else None
+        self._text: list[str] = []  # released, not delivered; where there is no parser
         self._seen_chars = 0  # length of the detokenized text
         self._released_chars = 0  # of that, what the stop strings let go
         self._delivered_any = False
         self.completion_tokens = 0
         self.finished = False
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._parsed is None else self._parsed.reasoning_tokens
 
     def push(self, output: SequenceOutput) -> list[Event]:
         """Take new tokens; nothing after the end. A stop string may end the sequence before the engine does."""
@@ -89,11 +98,17 @@ class SequenceText:
             matched = self._take(token_id, self._text_of(token_id), logprobs)
             if matched is not None:
                 return self._finish(FinishReason.STOP, matched)
+            if self._parsed is not None and self._parsed.is_over:
+                return self._finish(FinishReason.STOP, None)
         if output.finish_reason is not None:
             self._release_rest()
             return self._finish(output.finish_reason, None)
         interval = self._options.interval
-        if interval is not None and (not self._delivered_any or self._num_covered() >= interval):
+        if (
+            interval is not None
+            and (self._text or (self._parsed is not None and self._parsed.has_events))
+            and (not self._delivered_any or self._num_covered() >= interval)
+        ):
             return self._deliver()
         return []
 
@@ -115,6 +130,8 @@ class SequenceText:
         start = self._seen_chars
         self._seen_chars += len(text)
         self._waiting.append(_Waiting(token_id, start, text, logprobs))
+        if self._parsed is not None:
+            self._parsed.token()
         if self._stops is None or self.completion_tokens <= self._options.min_tokens:
             self._release(text)
             return None
@@ -124,8 +141,11 @@ class SequenceText:
 
     def _release(self, text: str) -> None:
         if text:
-            self._text.append(text)
             self._released_chars += len(text)
+            if self._parsed is None:
+                self._text.append(text)
+            else:
+                self._parsed.feed(text)
 
     def _release_rest(self) -> None:
         """The engine ended the sequence: bytes of an unfinished character, then what stop strings held back."""
@@ -155,8 +175,16 @@ class SequenceText:
 
     def _finish(self, reason: FinishReason, stop: str | int | None) -> list[Event]:
         self.finished = True
+        num_calls = 0
+        if self._parsed is not None:
+            self._parsed.finish()
+            num_calls = self._parsed.num_calls
         events = self._deliver(at_end=True)
-        events.append(SequenceFinished(self._index, reason, stop, self.completion_tokens))
+        events.append(
+            SequenceFinished(
+                self._index, reason, stop, self.completion_tokens, self.reasoning_tokens, num_calls=num_calls
+            )
+        )
         return events
 
     def _num_covered(self) -> int:
@@ -164,8 +192,6 @@ class SequenceText:
 
     def _deliver(self, at_end: bool = False) -> list[Event]:
         """One delta of the released text and the tokens it covers; all tokens at the end."""
-        if not (self._text or at_end):
-            return []
         token_ids: list[int] = []
         scored: list[ScoredToken] = []
         while self._waiting and (at_end or self._waiting[0].is_covered(self._released_chars)):
@@ -174,11 +200,15 @@ class SequenceText:
             if token.logprobs is not None and token.start < self._released_chars:
                 scored.append(self._scored(token, token.logprobs))
         text = "".join(self._text)
-        if not (text or token_ids):
-            return []
         self._text.clear()
-        self._delivered_any = True
-        return [TextDelta(self._index, text, tuple(token_ids), tuple(scored))]
+        further = [] if self._parsed is None else self._parsed.take()
+        if further and isinstance(first := further[0], TextDelta):
+            text = first.text
+            del further[0]
+        if text or token_ids:
+            further.insert(0, TextDelta(self._index, text, tuple(token_ids), tuple(scored)))
+        self._delivered_any = self._delivered_any or bool(further)
+        return further
 
     def _scored(self, token: _Waiting, logprobs: TokenLogprobs) -> ScoredToken:
         text = token.text[: self._released_chars - token.start]

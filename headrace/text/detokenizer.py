@@ -22,21 +22,29 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: of the model.
         skip_special: leave out special tokens.
+        kept: special tokens that are never left out.
         at_start: the tokens begin a text of their own. Vocabularies that put a space in front of every text
             then lose that space again. An answer continues its prompt, so there the space is kept.
     """
 
-    __slots__ = ("_decoder", "_skip_special", "_strip", "_tokenizer")
+    __slots__ = ("_decoder", "_kept", "_skip_special", "_strip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, at_start: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool = True,
+        at_start: bool = False,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._kept = kept
         self._skip_special = skip_special
         self._decoder = _utf8_decoder("replace")
         self._strip = at_start and tokenizer.strips_leading_space
 
     def push(self, token_id: int) -> str:
         """Text that this token completes; "" while a character is still coming."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._kept:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._strip and data:

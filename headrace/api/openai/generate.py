@@ -41,7 +41,9 @@ async def create_chat_completion(request: Request) -> Response:
     fields = _checked(house, body, ChatFields)
     model = house.served_name(fields.model)
     generation = await chat_request(house, fields, arrival, house.model_limits())
-    shape = _shape(fields, generation, model, chat=True, logprobs=bool(fields.logprobs))
+    shows = generation.text.answer is not None and generation.text.answer.reasoning is not None
+    shows = shows and fields.include_reasoning is not False
+    shape = _shape(fields, generation, model, chat=True, logprobs=bool(fields.logprobs), reasoning=shows)
     return await _answer(request, house, generation, shape, bool(fields.stream))
 
 
@@ -79,6 +81,7 @@ def _shape(
     *,
     chat: bool,
     logprobs: bool,
+    reasoning: bool = False,
     echo: Sequence[str] = (),
 ) -> Shape:
     options = fields.stream_options
@@ -94,6 +97,7 @@ def _shape(
         prompt_logprobs=fields.prompt_logprobs is not None,
         as_ids=bool(fields.return_tokens_as_token_ids),
         token_ids=bool(fields.return_token_ids),
+        reasoning=reasoning,
         echo=echo,
         usage=continuous or bool(options and options.include_usage),
         continuous_usage=continuous,

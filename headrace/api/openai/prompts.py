@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.api.fields import shown
+from headrace.api.openai.constraints import check_constraints
 from headrace.api.openai.params import check_token_ids, for_prompt, sampling_params
 from headrace.api.openai.schema import ChatFields, CompletionFields, SamplingFields
+from headrace.api.openai.thinking import effort_variables
 from headrace.api.openai.tools import tools_for_template
+from headrace.api.parsers import kept_token_ids
 from headrace.api.services import ModelLimits, Services
 from headrace.errors import InvalidRequest
+from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
 from headrace.gateway.sequence_text import TextOptions
+from headrace.text.chat_messages import content_text
 from headrace.text.stop_strings import validate_stops
 
 T = TypeVar("T")
@@ -47,34 +52,76 @@ class Arrival:
         return await asyncio.to_thread(function) if self.body_bytes > THREAD_ABOVE_BYTES else function()
 
 
-def render_chat(services: Services, fields: ChatFields) -> Callable[[], list[int]]:
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat's prompt.
+
+    Attributes:
+        token_ids: of the prompt.
+        opened: what the prompt already holds of the answer: an opened thinking block, or the continued message.
+        tools: those that the template has shown.
+    """
+
+    token_ids: list[int]
+    opened: str
+    tools: list[dict[str, Any]] | None
+
+
+def render_chat(services: Services, fields: ChatFields) -> Callable[[], RenderedChat]:
     """A function that renders the messages and tokenizes the result; tools are checked at once."""
     tools = tools_for_template(fields)
+    template = services.text.chat_template
     variables = {**services.config.chat_template_kwargs, **(fields.chat_template_kwargs or {})}
+    if fields.reasoning_effort is not None:
+        variables = {**effort_variables(template.source(bool(tools)), fields.reasoning_effort), **variables}
     continues = bool(fields.continue_final_message)
     opens_turn = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
 
-    def render() -> list[int]:
-        token_ids = services.text.chat_template.render(
+    def render() -> RenderedChat:
+        prompt = template.render(
             fields.messages,
             tools=tools,
             add_generation_prompt=opens_turn,
             continue_final_message=continues,
             kwargs=variables,
-        ).token_ids
-        bos = services.text.tokenizer.bos_id
+        )
+        opened = (
+            content_text(fields.messages[-1].get("content"), "the last message")
+            if continues
+            else services.parsers.opening(prompt.text)
+        )
+        token_ids, bos = prompt.token_ids, services.text.tokenizer.bos_id
         if fields.add_special_tokens and bos is not None and token_ids[:1] != [bos]:
-            return [bos, *token_ids]
-        return token_ids
+            token_ids = [bos, *token_ids]
+        return RenderedChat(token_ids, opened, tools)
 
     return render
 
 
 async def chat_request(
-    services: Services, fields: ChatFields, arrival: Arrival, limits: ModelLimits
+    services: Services,
+    fields: ChatFields,
+    arrival: Arrival,
+    limits: ModelLimits,
+    *,
+    prefix: str = "chatcmpl-",
+    whole_calls: bool = False,
 ) -> GenerationRequest:
-    token_ids = await arrival.call(render_chat(services, fields))
-    return _generation_request(services, fields, [token_ids], arrival, limits, f"chatcmpl-{arrival.id}")
+    """The request of a chat, its id beginning with ``prefix``.
+
+    ``whole_calls``: the dialect can only show calls whose arguments are a JSON object.
+    """
+    check_constraints(fields)
+    prompt = await arrival.call(render_chat(services, fields))
+    answer = services.parsers.options(
+        prompt.tools,
+        opened=prompt.opened,
+        whole_calls=whole_calls,
+        parallel=fields.parallel_tool_calls is not False,
+    )
+    return _generation_request(
+        services, fields, [prompt.token_ids], arrival, limits, f"{prefix}{arrival.id}", answer
+    )
 
 
 async def completion_request(
@@ -137,6 +184,7 @@ def _generation_request(
     arrival: Arrival,
     limits: ModelLimits,
     request_id: str,
+    answer: AnswerOptions | None = None,
 ) -> GenerationRequest:
     n = fields.n or 1
     if n * len(prompts) > MAX_SEQUENCES:
@@ -152,6 +200,8 @@ def _generation_request(
         end_token_ids=end_token_ids,
         min_tokens=params.min_tokens,
         interval=services.config.stream_interval if fields.stream else None,
+        kept_token_ids=kept_token_ids(answer, services.text.tokenizer),
+        answer=answer,
     )
     return GenerationRequest(
         id=request_id,

@@ -16,16 +16,23 @@ import msgspec
 
 from headrace.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from headrace.gateway.events import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
     Event,
     Folded,
+    FoldedCall,
     FoldedSequence,
     KeepAlive,
     PromptScored,
+    ReasoningDelta,
     ScoredToken,
     SequenceFinished,
+    Started,
     TextDelta,
     Usage,
 )
+from headrace.request import FinishReason
 
 encode = msgspec.json.Encoder().encode
 
@@ -46,6 +53,7 @@ class Shape:
         as_ids: tokens in logprobs are named ``token_id:N``.
         token_ids: answers carry token ids.
         prompts: token ids of the prompts.
+        reasoning: whether thinking is shown apart, under both names that clients know.
         echo: texts of the prompts, to be put before the completions; empty: no echo.
         usage, continuous_usage: whether a stream ends with usage, and whether every chunk carries it.
     """
@@ -60,6 +68,7 @@ class Shape:
     prompt_logprobs: bool = False
     as_ids: bool = False
     token_ids: bool = False
+    reasoning: bool = False
     echo: Sequence[str] = ()
     usage: bool = False
     continuous_usage: bool = False
@@ -88,8 +97,15 @@ def usage_object(usage: Usage) -> dict[str, object]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def finish_reason(finished: SequenceFinished) -> str:
+    """The dialect's word: an answer that ended by itself with calls in it waits for their results."""
+    if finished.num_calls and finished.reason is FinishReason.STOP:
+        return "tool_calls"
+    return finished.reason.value
 
 
 # -- one body ------------------------------------------------------------------------------------------
@@ -114,17 +130,32 @@ def _choice(shape: Shape, folded: Folded, index: int) -> dict[str, object]:
     sequence = folded.sequences[index]
     choice: dict[str, object] = {"index": index}
     if shape.chat:
-        choice["message"] = {"role": "assistant", "content": sequence.text, "refusal": None}
+        choice["message"] = _message(shape, sequence)
         choice["logprobs"] = shape.logprobs_of(sequence.logprobs, 0)
     else:
         _add_completion_text(choice, shape, sequence, folded.sequences[index - index % shape.n].prompt)
-    choice["finish_reason"] = sequence.finished.reason.value if sequence.finished else None
+    choice["finish_reason"] = finish_reason(sequence.finished) if sequence.finished else None
     choice["stop_reason"] = sequence.finished.stop if sequence.finished else None
     if shape.token_ids:
         choice["token_ids"] = sequence.token_ids
         if not shape.chat:
             choice["prompt_token_ids"] = shape.prompts[index // shape.n]
     return choice
+
+
+def _message(shape: Shape, sequence: FoldedSequence) -> dict[str, object]:
+    content = sequence.text
+    message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+    if shape.reasoning:
+        message["reasoning_content"] = message["reasoning"] = sequence.reasoning or None
+    if sequence.calls:
+        message["content"] = content or None
+        message["tool_calls"] = [_call(call) for call in sequence.calls]
+    return message
+
+
+def _call(call: FoldedCall) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _add_completion_text(
@@ -149,6 +180,7 @@ class StreamRenderer:
         kind = "chat.completion.chunk" if shape.chat else "text_completion"
         self._head = encode(shape.head(kind))[:-1]
         self._frames = [self._frame(index) for index in range(shape.num_sequences)]
+        self._thought_frames = [self._thought_frame(index) for index in range(shape.num_sequences)]
         self._plain = not (shape.logprobs or shape.token_ids or shape.continuous_usage)
         self._begun = [False] * shape.num_sequences
         self._offsets = [len(shape.echo_text(index)) for index in range(shape.num_sequences)]
@@ -166,10 +198,21 @@ class StreamRenderer:
         )  # fmt: skip
         return b'data: %b,"choices":[{"index":%d,%b' % (self._head, index, key), end
 
+    def _thought_frame(self, index: int) -> tuple[bytes, bytes, bytes]:
+        begin = b'data: %b,"choices":[{"index":%d,"delta":{"reasoning_content":' % (self._head, index)
+        return begin, b',"reasoning":', b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
     def _render(self, event: Event) -> bytes:
         match event:
             case TextDelta():
                 return self._delta(event)
+            case ReasoningDelta():
+                return self._thought(event)
+            case CallStarted():
+                function = {"name": event.name, "arguments": ""}
+                return self._call_delta(event, {"id": event.id, "type": "function", "function": function})
+            case CallArguments():
+                return self._call_delta(event, {"function": {"arguments": event.text}})
             case SequenceFinished():
                 return self._finish(event)
             case Usage():
@@ -178,6 +221,8 @@ class StreamRenderer:
                 return self._prompt(event)
             case KeepAlive():
                 return KEEP_ALIVE
+            case CallEnded() | Started():
+                return b""
 
     def _delta(self, event: TextDelta) -> bytes:
         if self._plain and self._begun[event.index]:
@@ -201,6 +246,25 @@ class StreamRenderer:
         self._begun[event.index] = True
         return self._chunk([choice])
 
+    def _thought(self, event: ReasoningDelta) -> bytes:
+        if not self._shape.reasoning:
+            return b""
+        if self._plain and self._begun[event.index]:
+            before, between, after = self._thought_frames[event.index]
+            text = encode(event.text)
+            return b"".join((before, text, between, text, after))
+        return self._further(event.index, {"reasoning_content": event.text, "reasoning": event.text})
+
+    def _call_delta(self, event: CallStarted | CallArguments, call: dict[str, object]) -> bytes:
+        return self._further(event.index, {"tool_calls": [{"index": event.call, **call}]})
+
+    def _further(self, index: int, delta: dict[str, object]) -> bytes:
+        """A chunk with something else than content; it opens the sequence when it is the first."""
+        if not self._begun[index]:
+            self._begun[index] = True
+            delta = {"role": "assistant", "content": None, **delta}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
     def _finish(self, event: SequenceFinished) -> bytes:
         """The only chunk of a sequence with a reason; it opens the sequence too when that had no text at all."""
         first = not self._begun[event.index]
@@ -209,7 +273,7 @@ class StreamRenderer:
         if self._shape.chat and not first:
             choice["delta"] = {}
         choice["logprobs"] = None
-        choice["finish_reason"] = event.reason.value
+        choice["finish_reason"] = finish_reason(event)
         choice["stop_reason"] = event.stop
         self._begun[event.index] = True
         return self._chunk([choice])

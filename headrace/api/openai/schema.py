@@ -80,6 +80,9 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -93,15 +96,11 @@ HINTS = frozenset({
     "safety_identifier", "request_id",
 })  # fmt: skip
 
-_TEXT_FORMAT: tuple[object, ...] = ({"type": "text"},)
-
 # Field -> the values that ask for nothing. Empty lists and strings never do.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "response_format": _TEXT_FORMAT,
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
-    "reasoning_effort": (), "reasoning": (), "include_reasoning": (), "thinking": (), "thinking_token_budget": (),
-    "enable_thinking": (), "verbosity": (),
+    "reasoning": (), "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "verbosity": (),
     "functions": (), "function_call": ("none",),
     "audio": (), "modalities": (["text"],), "web_search_options": (),
     "suffix": (), "bad_words": (),
@@ -112,6 +111,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 _CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
 _COMPLETION_ONLY_REFUSED: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},), "reasoning_effort": (), "include_reasoning": (),
     "tools": (), "tool_choice": ("none",), "messages": (), "top_logprobs": (), "max_completion_tokens": (),
 }  # fmt: skip
 
@@ -123,8 +123,6 @@ def refuse_unsupported(body: dict[str, Any], schema: type[SamplingFields]) -> No
         value = body.get(name)
         if value is None or value in neutral or value in ([], ""):
             continue
-        if name == "response_format":
-            _check_response_format(value)
         raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
 
 
@@ -133,12 +131,3 @@ def count_unknown(body: dict[str, Any], schema: type[SamplingFields]) -> int:
     extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
     known = (*schema.__struct_fields__, *extra)
     return sum(1 for name in body if name not in known and name not in HINTS and name not in REFUSED)
-
-
-def _check_response_format(value: object) -> None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema", "structural_tag"):
-        raise InvalidRequest(
-            "response_format must be an object whose type is text, json_object or json_schema",
-            param="response_format",
-        )

@@ -7,7 +7,7 @@ wins. The table is repeated in docs/parsers.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -60,7 +60,7 @@ _REASONING = (
 )
 
 
-def choose(chat_template: str, added_tokens: Collection[str] = ()) -> Choice:
+def choose(chat_template: str, added_tokens: Container[str] = ()) -> Choice:
     """Parsers for a model.
 
     Args:
@@ -70,7 +70,7 @@ def choose(chat_template: str, added_tokens: Collection[str] = ()) -> Choice:
     return Choice(_first(_TOOLS, chat_template, added_tokens), _first(_REASONING, chat_template, added_tokens))
 
 
-def _first(rules: tuple[_Rule, ...], template: str, added_tokens: Collection[str]) -> str | None:
+def _first(rules: tuple[_Rule, ...], template: str, added_tokens: Container[str]) -> str | None:
     for rule in rules:
         if all(mark in template for mark in rule.marks):
             return rule.name
