@@ -1,16 +1,18 @@
 """uvicorn's HTTP parser with limits on what a client may make the server hold before a request exists.
 
 httptools bounds neither the size of a request head nor the time a client takes to send it; both are bounded
-here. Malformed requests get the API's JSON error, not plain text.
+here. Malformed requests get the API's JSON error, not plain text. HTTP/1.0 knows no chunks: there, a body of
+unknown length ends where the connection does.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
@@ -55,6 +57,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_oversized:  # it came in one piece
             raise ValueError("head too large")  # the parser stops, and send_400_response is called
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.send = _until_close(self.cycle)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -99,3 +103,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             head %= status, _REASONS[status], len(body)
             self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """``cycle.send``, but without chunks; uvicorn closes HTTP/1.0 connections behind the body."""
+    send = cycle.send
+    is_open_ended = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal is_open_ended
+        if message["type"] == "http.response.start":
+            is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if is_open_ended:
+                cycle.chunked_encoding = False
+        elif is_open_ended:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plain
