@@ -28,6 +28,7 @@ from support.client import Client
 SERVE = (sys.executable, "-m", "headrace.cli.main", "serve")
 START_S = 120.0
 STOP_S = 60.0
+MIB = 2**20
 POOL = ("--kv-memory-mb", "256")
 
 Flags = tuple[str, ...]
