@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import headrace
-from headrace.api.errors import RouteNotFound
+from headrace.api.errors import ReloadFailed, RouteNotFound
 from headrace.api.models import json_response
 from headrace.api.request_scope import key_name
 from headrace.api.services import services
@@ -22,7 +22,10 @@ async def health(request: Request) -> Response:
     """200 while the server can be expected to answer, also while a dead worker is being replaced."""
     state = services(request).engine.state()
     alive = state.status not in ("starting", "failed")
-    return _probe(alive, {"status": state.status})
+    content: dict[str, object] = {"status": state.status}
+    if not alive and state.message:
+        content["reason"] = state.message
+    return _probe(alive, content)
 
 
 async def ready(request: Request) -> Response:
@@ -31,6 +34,8 @@ async def ready(request: Request) -> Response:
     content: dict[str, object] = {"status": state.status}
     if state.load is not None:
         content["loading"] = {"stage": state.load.stage, "fraction": state.load.fraction}
+    if state.message:
+        content["reason"] = state.message
     return _probe(state.status == "ready", content)
 
 
@@ -50,10 +55,12 @@ async def status(request: Request) -> Response:
             "version": headrace.__version__,
             "status": state.status,
             "message": state.message,
+            "detail": state.detail,
             "models": house.config.served_model_names,
             "uptime_s": round(time.time() - house.started_at, 1),
             "requests_in_flight": house.pipeline.num_running,
             "worker_restarts": state.restarts,
+            "worker_reloads": state.reloads,
             "engine": None if state.ready is None else msgspec.structs.asdict(state.ready),
             "stats": msgspec.structs.asdict(state.stats),
         }
@@ -97,6 +104,14 @@ async def cache_stats(request: Request) -> Response:
             "preemptions": stats.preemptions_total,
         }
     )
+
+
+async def reload(request: Request) -> Response:
+    """Replace the worker, its configuration read anew; open requests go on in the new one."""
+    reason = await services(request).engine.reload()
+    if reason:
+        raise ReloadFailed(f"the worker was not replaced: {reason}")
+    return json_response({"object": "model.reloaded", "reloaded": True})
 
 
 async def clear_cache(request: Request) -> Response:

@@ -21,6 +21,8 @@ from starlette.responses import Response
 
 import headrace
 from headrace.api import admin, models, tokens
+from headrace.api.anthropic import routes as anthropic
+from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import AuthMiddleware
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
 from headrace.api.openai import generate
@@ -41,6 +43,8 @@ KEEP_ALIVE_S = 10.0
 ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatFields),
     ("POST", "/v1/completions", generate.create_completion, CompletionFields),
+    ("POST", "/v1/messages", anthropic.create_message, MessagesFields),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, PromptFields),
     ("POST", "/v1/requests/{request_id}/cancel", admin.cancel, None),
     ("GET", "/v1/models", models.list_models, None),
     ("GET", "/v1/models/{model_id:path}", models.get_model, None),
@@ -52,6 +56,7 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("GET", "/metrics", admin.metrics, None),
     ("GET", "/v1/status", admin.status, None),
     ("GET", "/v1/cache/stats", admin.cache_stats, None),
+    ("POST", "/v1/models/reload", admin.reload, None),
     ("DELETE", "/v1/cache", admin.clear_cache, None),
     ("DELETE", "/v1/cache/prefix", admin.clear_cache, None),
 )

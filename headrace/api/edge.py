@@ -18,21 +18,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.api.dialects import error_response, is_anthropic
 from headrace.api.errors import (
     ClientGone,
     MethodNotAllowed,
     RateLimited,
     RouteNotFound,
-    error_headers,
-    openai_error_bytes,
 )
-from headrace.api.request_scope import REQUEST_ID, is_accepted
+from headrace.api.request_scope import REQUEST_ID, SHOWN_ID, is_accepted
 from headrace.errors import InternalFault, InvalidRequest, RequestError
 from headrace.gateway.service import RequestMetrics
 
 log = logging.getLogger("headrace.api")
 
 HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_CLOSED = 499
@@ -52,6 +52,7 @@ class RequestIds:
         scope[REQUEST_ID] = uuid.uuid4().hex
         offered = Headers(scope=scope).get(HEADER, "")
         shown_id = offered if _SANE_ID.fullmatch(offered) else scope[REQUEST_ID]
+        scope[SHOWN_ID] = shown_id
         began_at = time.monotonic()
         status = CLIENT_CLOSED
 
@@ -59,7 +60,10 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = shown_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = shown_id
+                if is_anthropic(scope):
+                    headers[ANTHROPIC_HEADER] = shown_id
             await send(message)
 
         try:
@@ -111,13 +115,7 @@ class ErrorBoundary:
         if not is_accepted(scope):
             self._metrics.rejected(rejection_reason(failure))
         if not begun:
-            await error_response(failure)(scope, receive, send)
-
-
-def error_response(error: RequestError) -> Response:
-    return Response(
-        openai_error_bytes(error), error.status, media_type="application/json", headers=error_headers(error)
-    )
+            await error_response(failure, scope)(scope, receive, send)
 
 
 def rejection_reason(error: RequestError) -> str:
@@ -133,11 +131,11 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     path = ascii(request.url.path[:200])[1:-1]
     if status == 404:
-        return error_response(RouteNotFound(f"there is no route {request.method} {path}"))
+        return error_response(RouteNotFound(f"there is no route {request.method} {path}"), request.scope)
     if status == 405:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-        answer = error_response(MethodNotAllowed(f"{request.method} is not allowed on {path}"))
+        answer = error_response(MethodNotAllowed(f"{request.method} is not allowed on {path}"), request.scope)
         answer.headers.update(headers)
         return answer
-    return error_response(InvalidRequest("the request cannot be understood"))
+    return error_response(InvalidRequest("the request cannot be understood"), request.scope)

@@ -38,6 +38,12 @@ class RateLimited(RequestError):
     code = "rate_limit_exceeded"
 
 
+class ReloadFailed(RequestError):
+    status = 409
+    kind = "conflict_error"
+    code = "reload_failed"
+
+
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 

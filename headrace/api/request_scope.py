@@ -8,6 +8,7 @@ from starlette.types import Scope
 from headrace.config import ApiKey
 
 REQUEST_ID = "headrace.request_id"
+SHOWN_ID = "headrace.shown_id"
 KEY = "headrace.key"
 ACCEPTED = "headrace.accepted"
 
@@ -15,6 +16,11 @@ ACCEPTED = "headrace.accepted"
 def request_id(request: Request) -> str:
     """Our own id of the request; answers' ids are made of it."""
     return str(request.scope[REQUEST_ID])
+
+
+def shown_id(scope: Scope) -> str:
+    """The id that the answer's header carries: the client's own, or ours."""
+    return str(scope[SHOWN_ID])
 
 
 def key_name(request: Request) -> str:

@@ -44,7 +44,7 @@ class Services:
         state = self.engine.state()
         if state.ready is None:
             if state.status == "failed":
-                raise NotReady("the engine has failed", retry_after_s=60.0)
+                raise NotReady(f"the engine has failed: {state.message}", retry_after_s=60.0)
             raise NotReady("the model is still loading", retry_after_s=RETRY_STARTING_S)
         vocab_size = min(state.ready.vocab_size, self.text.tokenizer.vocab_size)
         return ModelLimits(state.ready.max_model_len, vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -11,14 +10,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.api.body import decode_object, read_body
+from headrace.api.answering import receive
 from headrace.api.fields import convert, unknown_fields
 from headrace.api.models import json_response
 from headrace.api.openai.params import check_token_ids
-from headrace.api.openai.prompts import Arrival, render_chat
+from headrace.api.openai.prompts import render_chat
 from headrace.api.openai.schema import ChatFields
-from headrace.api.request_scope import key_name, request_id
-from headrace.api.services import Services, services
+from headrace.api.services import Services
 from headrace.errors import InvalidRequest
 
 
@@ -43,7 +41,7 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(request: Request) -> Response:
     """Token ids of a ``prompt``, or of ``messages`` through the chat template."""
-    house, body, arrival = await _receive(request)
+    house, body, arrival = await receive(request)
     fields = convert(body, TokenizeRequest)
     house.served_name(fields.model)
     _count_unknown(house, body, TokenizeRequest)
@@ -64,20 +62,13 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
-    house, body, arrival = await _receive(request)
+    house, body, arrival = await receive(request)
     fields = convert(body, Detokenize)
     house.served_name(fields.model)
     _count_unknown(house, body, Detokenize)
     tokenizer = house.text.tokenizer
     check_token_ids(fields.tokens, "tokens", tokenizer.vocab_size)
     return json_response({"prompt": await arrival.call(lambda: tokenizer.decode(fields.tokens))})
-
-
-async def _receive(request: Request) -> tuple[Services, dict[str, Any], Arrival]:
-    house = services(request)
-    raw = await read_body(request, house.config.max_body_bytes)
-    arrival = Arrival(request_id(request), key_name(request), time.monotonic(), len(raw))
-    return house, decode_object(raw), arrival
 
 
 def _encoder(house: Services, fields: TokenizeRequest) -> Callable[[], list[int]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.api.body import decode_object, read_body
-from headrace.api.errors import openai_error_bytes
+from headrace.api.answering import receive, streamed, whole
 from headrace.api.fields import convert
-from headrace.api.openai.prompts import Arrival, chat_request, completion_request
-from headrace.api.openai.render import DONE, Shape, StreamRenderer, render_body
+from headrace.api.openai.prompts import chat_request, completion_request
+from headrace.api.openai.render import Shape, StreamRenderer, render_body
 from headrace.api.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -23,21 +20,16 @@ from headrace.api.openai.schema import (
     count_unknown,
     refuse_unsupported,
 )
-from headrace.api.request_scope import key_name, note_accepted, request_id
-from headrace.api.services import Services, services
-from headrace.api.sse import EventStream, until_disconnect
-from headrace.errors import InternalFault, RequestError
+from headrace.api.services import Services
 from headrace.gateway.events import Folded
-from headrace.gateway.pipeline import Generation, GenerationRequest
-
-log = logging.getLogger("headrace.api")
+from headrace.gateway.pipeline import GenerationRequest
 
 F = TypeVar("F", bound=SamplingFields)
 
 
 async def create_chat_completion(request: Request) -> Response:
     """Answer a chat."""
-    house, body, arrival = await _receive(request)
+    house, body, arrival = await receive(request)
     fields = _checked(house, body, ChatFields)
     model = house.served_name(fields.model)
     generation = await chat_request(house, fields, arrival, house.model_limits())
@@ -49,21 +41,13 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts."""
-    house, body, arrival = await _receive(request)
+    house, body, arrival = await receive(request)
     fields = _checked(house, body, CompletionFields)
     model = house.served_name(fields.model)
     generation, texts = await completion_request(house, fields, arrival, house.model_limits())
     echo = texts if fields.echo else ()
     shape = _shape(fields, generation, model, chat=False, logprobs=fields.logprobs is not None, echo=echo)
     return await _answer(request, house, generation, shape, bool(fields.stream))
-
-
-async def _receive(request: Request) -> tuple[Services, dict[str, Any], Arrival]:
-    received_at = time.monotonic()
-    house = services(request)
-    raw = await read_body(request, house.config.max_body_bytes)
-    arrival = Arrival(request_id(request), key_name(request), received_at, len(raw))
-    return house, await arrival.call(lambda: decode_object(raw)), arrival
 
 
 def _checked(house: Services, body: dict[str, Any], schema: type[F]) -> F:
@@ -107,36 +91,8 @@ def _shape(
 async def _answer(
     request: Request, house: Services, generation: GenerationRequest, shape: Shape, stream: bool
 ) -> Response:
-    """Submit; then one body, or a stream that begins only after the engine took the request in."""
-    async with AsyncExitStack() as stack:
-        running = await stack.enter_async_context(house.pipeline.generate(generation))
-        note_accepted(request)
-        if not stream:
-            folded = await until_disconnect(request.receive, _fold(running, shape.num_sequences))
-            return Response(render_body(shape, folded), media_type="application/json")
-        held = stack.pop_all()
-    return EventStream(
-        _chunks(running, StreamRenderer(shape)), close=held.aclose, send_timeout_s=house.config.progress_timeout_s
-    )
-
-
-async def _fold(running: Generation, num_sequences: int) -> Folded:
-    folded = Folded(num_sequences)
-    async with aclosing(running.events()) as batches:
-        async for batch in batches:
-            folded.add(batch)
-    return folded
-
-
-async def _chunks(running: Generation, renderer: StreamRenderer) -> AsyncGenerator[bytes, None]:
-    """SSE bytes; a failure is an error event, and then the stream ends without ``[DONE]``."""
-    try:
-        async with aclosing(running.events()) as batches:
-            async for batch in batches:
-                yield renderer.render(batch)
-        yield DONE
-    except RequestError as error:
-        yield b"data: %b\n\n" % openai_error_bytes(error)
-    except Exception:
-        log.exception("a stream failed")
-        yield b"data: %b\n\n" % openai_error_bytes(InternalFault("internal error"))
+    if stream:
+        return await streamed(request, house, generation, StreamRenderer(shape))
+    folded = Folded(shape.num_sequences)
+    await whole(request, house, generation, folded.add)
+    return Response(render_body(shape, folded), media_type="application/json")

@@ -5,11 +5,11 @@ Tokenizing a long prompt takes a while; it then happens in a thread, so that oth
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+from headrace.api.arrival import Arrival
 from headrace.api.fields import shown
 from headrace.api.openai.constraints import check_constraints
 from headrace.api.openai.params import check_token_ids, for_prompt, sampling_params
@@ -25,31 +25,7 @@ from headrace.gateway.sequence_text import TextOptions
 from headrace.text.chat_messages import content_text
 from headrace.text.stop_strings import validate_stops
 
-T = TypeVar("T")
-
-THREAD_ABOVE_BYTES = 16 * 1024
 MAX_SEQUENCES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What is known of an HTTP request before its body is understood.
-
-    Attributes:
-        id: of the request, without a dialect's prefix.
-        key: name of its API key.
-        received_at: on the monotonic clock.
-        body_bytes: size of its body.
-    """
-
-    id: str
-    key: str
-    received_at: float
-    body_bytes: int
-
-    async def call(self, function: Callable[[], T]) -> T:
-        """Call here, or in a thread when the body is long."""
-        return await asyncio.to_thread(function) if self.body_bytes > THREAD_ABOVE_BYTES else function()
 
 
 @dataclass(frozen=True, slots=True)

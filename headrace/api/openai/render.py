@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.api.errors import openai_error_bytes
 from headrace.api.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from headrace.errors import RequestError
 from headrace.gateway.events import (
     CallArguments,
     CallEnded,
@@ -190,6 +192,13 @@ class StreamRenderer:
     def render(self, events: Iterable[Event]) -> bytes:
         """Bytes of a batch of events; may be empty."""
         return b"".join([self._render(event) for event in events])
+
+    async def end(self) -> bytes:
+        return DONE
+
+    async def fail(self, error: RequestError) -> bytes:
+        """An error event; the stream then ends without ``[DONE]``."""
+        return b"data: %b\n\n" % openai_error_bytes(error)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         key = b'"delta":{"content":' if self._shape.chat else b'"text":'
