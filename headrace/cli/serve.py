@@ -27,11 +27,16 @@ _DESCRIPTION = (
 
 def run(argv: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    model, values = parse(argv)
-    config = resolve(model, values, os.environ)
+    config = read_config(argv)
     from headrace.gateway.server import run_server
 
-    return run_server(config, make_app)
+    return run_server(config, make_app, reread=partial(read_config, argv))
+
+
+def read_config(argv: Sequence[str]) -> ServerConfig:
+    """The configuration that the command line, and the file it names, stand for. Raises as ``resolve``."""
+    model, values = parse(argv)
+    return resolve(model, values, os.environ)
 
 
 def make_app(config: ServerConfig, engine: EngineClient, metrics: RequestMetrics) -> FastAPI:

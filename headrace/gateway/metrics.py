@@ -108,7 +108,8 @@ class Metrics(Collector):
         }
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._rejected = dict.fromkeys(REJECT_REASONS, 0)
-        self._key_tokens = {(key, kind): 0 for key in keys or ("",) for kind in ("prompt", "generation")}
+        self._key_tokens: dict[tuple[str, str], int] = {}
+        self.add_keys(keys or ("",))
         self._unknown_fields = 0
         self._step_s = Histogram(SHORT_BUCKETS_S)
         self._stall_s = Histogram(SHORT_BUCKETS_S)
@@ -116,6 +117,12 @@ class Metrics(Collector):
         self._last_step_at: float | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+
+    def add_keys(self, keys: Iterable[str]) -> None:
+        """Count the tokens of these API keys from now on."""
+        for key in keys:
+            for kind in ("prompt", "generation"):
+                self._key_tokens.setdefault((key, kind), 0)
 
     # -- events of requests (RequestMetrics)
 
@@ -215,7 +222,9 @@ class Metrics(Collector):
             yield _family(CounterMetricFamily, f"vllm:{name}", text, self._vllm, value=count)
         for name, text, count in (
             ("steps", "Steps of all workers.", totals.steps_total),
-            ("worker_restarts", "Workers started after the first.", state.restarts),
+            ("worker_restarts", "Workers started in the place of one that died.", state.restarts),
+            ("worker_reloads", "Workers started in the place of one that was told to go.", state.reloads),
+            ("quarantined_requests", "Replays of a request alone, as a suspect of a death.", state.quarantined),
             ("replayed_requests", "Requests continued by another worker.", self._engine.replayed_total),
         ):
             yield _family(CounterMetricFamily, f"headrace:{name}", text, self._own, value=count)

@@ -1,8 +1,10 @@
 """The server process: bind, start, announce, drain, stop.
 
     bind the port ─► start HTTP and the worker side by side ─► worker ready: one line on stdout
-    SIGTERM, SIGHUP or Ctrl-C ─► drain: new requests 503, running ones finish up to ``drain_timeout_s``, then
+    SIGTERM or Ctrl-C ─► drain: new requests 503, running ones finish up to ``drain_timeout_s``, then
     get an error; a second Ctrl-C stops now ─► worker ended, socket files removed, exit code 0
+    SIGHUP ─► configuration read anew, worker replaced, open requests go on (the end of the terminal that the
+    server was started from still is a reason to stop)
 
 Exit codes: 0 stopped as asked; 2 a permanent fault at start (one line on stderr); 3 the port cannot be bound.
 """
@@ -13,6 +15,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import resource
 import shutil
 import signal
@@ -28,10 +31,12 @@ import uvicorn
 import uvloop
 
 from headrace.config import ServerConfig
-from headrace.errors import NotReady, StartupError
+from headrace.core.machine import read_memory
+from headrace.errors import HeadraceError, NotReady, StartupError
 from headrace.gateway import logs
 from headrace.gateway.http_protocol import LimitedHttpProtocol
 from headrace.gateway.metrics import Metrics
+from headrace.gateway.reload import changes_http, fits_twice, needs_restart, refusal, with_fixed
 from headrace.gateway.supervisor import Supervisor
 from headrace.gateway.worker_client import WorkerClient
 from headrace.gateway.worker_process import WORKER_COMMAND
@@ -55,13 +60,18 @@ class PortUnavailable(StartupError):
 
 
 def run_server(
-    config: ServerConfig, make_app: AppFactory, *, worker_command: Sequence[str] = WORKER_COMMAND
+    config: ServerConfig,
+    make_app: AppFactory,
+    *,
+    reread: Callable[[], ServerConfig] | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
     Args:
         config: validated.
         make_app: builds the HTTP application around the engine; may raise ``StartupError`` (tokenizer, template).
+        reread: reads the configuration anew for a reload (``HeadraceError``: it is not usable); None: it stays.
         worker_command: the worker's program.
     """
     try:
@@ -69,7 +79,7 @@ def run_server(
         refuse_exposure(config)
         listener = bind(config.host, config.port)
         with listener, private_folder() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(config, listener, folder, worker_command).serve(make_app))
+            return runner.run(_Server(config, listener, folder, worker_command, make_app, reread).serve())
     except PortUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PORT_TAKEN
@@ -127,6 +137,16 @@ def private_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Front:
+    """The HTTP application; another one takes over between two requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the gateway decides when to stop."""
 
@@ -139,27 +159,36 @@ class _Server:
     """The parts of a running server and the order in which they start and stop."""
 
     def __init__(
-        self, config: ServerConfig, listener: socket.socket, folder: Path, worker_command: Sequence[str]
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        folder: Path,
+        worker_command: Sequence[str],
+        make_app: AppFactory,
+        reread: Callable[[], ServerConfig] | None,
     ) -> None:
         self._config = config
         self._listener = listener
-        self._folder = folder
-        self._worker_command = worker_command
-
-    async def serve(self, make_app: AppFactory) -> int:
-        config = self._config
-        client = WorkerClient(max_held=config.engine.max_queue)
-        metrics = Metrics(config.served_model_names[0], client, [key.name for key in config.api_keys])
-        client.on_step = metrics.step
-        http = _HttpServer(self._uvicorn_config(make_app(config, client, metrics)))
-        supervisor = Supervisor(
+        self._make_app = make_app
+        self._reread = reread
+        self._client = WorkerClient(max_held=config.engine.max_queue)
+        self._metrics = Metrics(config.served_model_names[0], self._client, _key_names(config))
+        self._client.on_step = self._metrics.step
+        self._client.on_reload = self._reload
+        self._front = _Front(make_app(config, self._client, self._metrics))
+        self._supervisor = Supervisor(
             config.engine,
-            client,
-            folder=self._folder,
+            self._client,
+            folder=folder,
             stall_timeout_s=config.worker_stall_timeout_s,
-            command=self._worker_command,
+            command=worker_command,
         )
-        stop, stop_now = _stop_events()
+
+    async def serve(self) -> int:
+        client, supervisor = self._client, self._supervisor
+        http = _HttpServer(self._uvicorn_config(self._front))
+        reloads: set[asyncio.Task[str]] = set()
+        stop, stop_now = _stop_events(lambda: reloads.add(asyncio.create_task(self._reload())))
         raise_open_files()
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = asyncio.create_task(supervisor.run())
@@ -172,8 +201,8 @@ class _Server:
             if stop.is_set():
                 await self._drain(client, http, stop_now)
         finally:
-            announcing.cancel()
-            stopping.cancel()
+            for task in (announcing, stopping, *reloads):
+                task.cancel()
             http.should_exit = True
             http.force_exit = stop_now.is_set()
             await supervisor.stop()
@@ -182,6 +211,35 @@ class _Server:
         engine.result()
         serving.result()
         return EXIT_STOPPED
+
+    async def _reload(self) -> str:
+        """See ``EngineClient.reload``. What cannot be taken over changes nothing."""
+        old = self._config
+        try:
+            read = old if self._reread is None else await asyncio.to_thread(self._reread)
+            new = with_fixed(old, read)
+            reason = refusal(old, new)
+            app = None
+            if not reason and changes_http(old, new):
+                app = await asyncio.to_thread(self._make_app, new, self._client, self._metrics)
+        except HeadraceError as error:
+            reason, app = str(error), None
+        if not reason:
+            for name in needs_restart(old, read):
+                log.warning("reload: %s takes effect when the server is started anew", name)
+            ready = self._client.state().ready
+            beside = ready is not None and fits_twice(ready, old.engine, read_memory())
+            log.info("reload: replacing the worker", extra={"side_by_side": beside})
+            reason = await self._supervisor.reload(new.engine, side_by_side=beside)
+        if reason:
+            log.error("reload: %s", reason)
+            return reason
+        self._config = new
+        self._client.set_max_held(new.engine.max_queue)
+        self._metrics.add_keys(_key_names(new))
+        self._front.app = app or self._front.app
+        log.info("reload: done")
+        return ""
 
     def _uvicorn_config(self, app: ASGIApp) -> uvicorn.Config:
         config = self._config
@@ -226,16 +284,28 @@ class _Server:
         http.config.timeout_graceful_shutdown = max(LAST_WRITES_S, int(deadline - time.monotonic()))
 
 
-def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:
-    """(stop, stop now): set by the first signal, and by the second Ctrl-C or SIGTERM."""
+def _key_names(config: ServerConfig) -> list[str]:
+    return [key.name for key in config.api_keys]
+
+
+def _stop_events(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Event]:
+    """(stop, stop now): set by the first signal, and by the second Ctrl-C or SIGTERM. SIGHUP calls ``reload``."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
+    has_terminal = os.isatty(0)
 
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    def on_hangup() -> None:
+        if has_terminal and not os.isatty(0):  # it was closed: the signal is no request of a person
+            on_signal()
+        elif not stop.is_set():
+            reload()
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     return stop, stop_now
 
 

@@ -17,27 +17,34 @@ import msgspec
 from headrace.request import EngineRequest, SequenceOutput
 from headrace.worker.protocol import EngineStats, LoadProgress, Ready
 
-EngineStatus = Literal["starting", "ready", "restarting", "failed", "draining"]
+EngineStatus = Literal["starting", "ready", "silent", "restarting", "failed", "draining"]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot of one engine.
 
     Attributes:
-        status: "starting" until the first worker is ready, "ready" while one steps, "restarting" while a dead
-            worker is being replaced, "failed" after giving up, "draining" while shutting down.
-        message: one line for a person; empty when there is nothing to say.
+        status: "starting" until the first worker is ready, "ready" while one steps, "silent" while it shows no
+            sign of life (suspended, or the machine is), "restarting" while a dead worker is being replaced,
+            "failed" after giving up, "draining" while shutting down.
+        message: one line that anybody may read; empty when there is nothing to say.
+        detail: what a worker that failed said last; for the operator.
         ready: what the worker said when it became ready; the last one's while restarting.
         stats: the newest that the worker sent.
-        restarts: workers started after the first.
+        restarts: workers started in the place of one that died.
+        reloads: workers started in the place of one that was told to go.
+        quarantined: requests that were replayed alone, as suspects of a death.
         load: the newest progress report while no worker is ready.
     """
 
     status: EngineStatus
     message: str = ""
+    detail: str = ""
     ready: Ready | None = None
     stats: EngineStats = EngineStats()
     restarts: int = 0
+    reloads: int = 0
+    quarantined: int = 0
     load: LoadProgress | None = None
 
 
@@ -86,6 +93,13 @@ class EngineClient(Protocol):
     def state(self) -> EngineState: ...
 
     def clear_prefix_cache(self) -> None: ...
+
+    async def reload(self) -> str:
+        """Replace the worker, with its configuration read anew; "" when that is done, else why it is not.
+
+        Open requests go on in the new one. When it cannot be had, the old one stays, or one like it comes.
+        """
+        ...
 
 
 class RequestMetrics(Protocol):

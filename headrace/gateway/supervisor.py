@@ -5,9 +5,11 @@
                  └ five starts in a row without a Ready, or twenty faults in a row without one finished step:
                    give up, keep the reason
 
-A hang: the worker has unfinished work and no step finished for ``worker_stall_timeout_s``, or nothing at all was
-heard from it for that long (its heartbeat has a thread of its own). If the gateway itself was suspended the clocks
-start anew.
+A reload puts a worker of a new configuration in the place of the present one. Where memory holds two, the new one
+is started beside it and takes over when it is ready; a start that fails changes nothing. Else the present one is
+ended first, and when the new one does not start, one of the old configuration does. Open requests go on.
+
+A hang is defined in ``worker_life``. If the gateway itself was suspended the clocks start anew.
 """
 
 from __future__ import annotations
@@ -24,28 +26,17 @@ import zmq
 
 from headrace.config import EngineConfig
 from headrace.errors import StartupError
+from headrace.gateway.worker_life import WorkerLife
 from headrace.gateway.worker_process import WORKER_COMMAND, WorkerDeath, WorkerProcess, is_stopped
-from headrace.worker.protocol import (
-    Heartbeat,
-    LoadProgress,
-    Ready,
-    Shutdown,
-    StartFailed,
-    StepOutputs,
-    StepPoisoned,
-    ToGateway,
-    ToWorker,
-)
+from headrace.worker.protocol import Ready, Shutdown, StepOutputs, ToGateway, ToWorker
 
 MAX_FAILED_STARTS = 5
 MAX_FRUITLESS_FAULTS = 20
 PROMPT_RESTARTS = 4
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 30.0
-LOAD_SILENCE_S = 120.0
-SLOW_LOAD_S = 2.0
 STOP_S = 1.0
-_TICK_S = 0.5
+_TICK_S = 0.25
 _SHORTEST_TICK_S = 0.05
 
 log = logging.getLogger("headrace.gateway")
@@ -66,9 +57,13 @@ class WorkerListener(Protocol):
 
     def worker_message(self, message: ToGateway) -> None: ...
 
+    def worker_silent(self, is_silent: bool) -> None: ...
+
     def worker_died(self, death: WorkerDeath) -> None: ...
 
-    def gave_up(self, reason: str) -> None: ...
+    def worker_retired(self) -> None: ...
+
+    def gave_up(self, reason: str, detail: str) -> None: ...
 
 
 class Supervisor:
@@ -76,7 +71,7 @@ class Supervisor:
 
     Args:
         folder: private, existing; sockets and step records live there.
-        stall_timeout_s: see the module's text.
+        stall_timeout_s: see ``worker_life``.
         command: the worker's program.
     """
 
@@ -95,24 +90,21 @@ class Supervisor:
         self._stall_timeout_s = stall_timeout_s
         self._command = command
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._worker: WorkerProcess | None = None
+        self._present: WorkerLife | None = None
+        self._successor: WorkerLife | None = None  # loading beside the present one
+        self._previous: EngineConfig | None = None  # of the worker that made room for one still loading
+        self._reload: asyncio.Future[str] | None = None
         self._starts = 0
         self._failed_starts = 0
         self._fruitless_faults = 0
         self._fruitless_deaths = 0
-        self._ready = False
         self._ever_ready = False
-        self._start_fault = ""
-        self._poison = ""
-        self._steps_total = -1
-        self._stage = ""
-        self._heard_at = self._progress_at = self._started_at = 0.0
         self._stop = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._living: set[asyncio.Task[WorkerDeath]] = set()
 
     @property
     def worker_pid(self) -> int | None:
-        return None if self._worker is None else self._worker.pid
+        return None if self._present is None else self._present.process.pid
 
     async def run(self) -> None:
         """Run workers until ``stop``, or until giving up (the listener is told).
@@ -120,142 +112,181 @@ class Supervisor:
         Raises ``StartupError`` for a permanent fault before the first Ready: the server ends.
         """
         while not self._stop.is_set():
-            death = await self._run_one()
+            life = await self._next()
+            assert life.living is not None
+            death = await asyncio.shield(life.living)
+            if self._present is life:
+                self._present = None
             if self._stop.is_set():
                 break
+            if life.is_retired:
+                continue
             if death.permanent and not self._ever_ready:
-                raise StartupError(death.reason)
-            log.error("worker died: %s", death.reason, extra={"in_step": len(death.in_step or ())})
-            if reason := self._judge(death):
-                self._listener.gave_up(reason)
+                raise StartupError(death.detail or death.reason)
+            log.error("worker died: %s", death.full_reason, extra={"in_step": len(death.in_step or ())})
+            if self._previous is not None and life.ready is None:
+                self._take_back(death)
+                continue
+            if reason := self._judge(death, life):
+                self._listener.gave_up(reason, death.detail)
                 break
             self._listener.worker_died(death)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), self._backoff_s())
 
     async def stop(self) -> None:
-        """End the present worker and free the socket; ``run`` then returns."""
+        """End all workers and free their sockets; ``run`` then returns."""
         self._stop.set()
-        if self._worker is not None and self._ready:
-            self._worker.send(Shutdown())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), STOP_S)
-        if self._worker is not None:
-            self._worker.kill()
-            await self._gone.wait()
+        self._settle_reload("the server is stopping")
+        present, living = self._present, set(self._living)
+        if present is not None and present.ready is not None and present.living is not None:
+            present.process.send(Shutdown())
+            await asyncio.wait({present.living}, timeout=STOP_S)
+        for life in (present, self._successor):
+            if life is not None:
+                life.process.kill()
+        if living:
+            await asyncio.wait(living)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
+    # -- replacing a worker on purpose
+
+    async def reload(self, engine: EngineConfig, *, side_by_side: bool) -> str:
+        """Put a worker of ``engine`` in the present one's place; "" when it steps, else why it does not."""
+        if self._reload is not None:
+            return "a reload is under way already"
+        if self._stop.is_set() or self._present is None or self._present.ready is None:
+            return "there is no running worker to replace; try again when the server is ready"
+        outcome = self._reload = asyncio.get_running_loop().create_future()
+        if side_by_side:
+            self._successor = self._launch(engine)
+        else:
+            self._previous, self._engine = self._engine, engine
+            self._retire(self._present)
+        return await asyncio.shield(outcome)
+
+    def _retire(self, life: WorkerLife) -> None:
+        """End a worker for another one; everything open goes back to the listener."""
+        life.is_retired = True
+        self._listener.worker_retired()
+        life.process.send(Shutdown())
+        asyncio.get_running_loop().call_later(STOP_S, life.process.kill)
+
+    def _take_over(self, life: WorkerLife) -> None:
+        """The successor steps: it gets everything that is open, and the present one ends."""
+        old, self._present, self._successor = self._present, life, None
+        self._engine = life.engine
+        if old is not None:
+            self._retire(old)
+
+    def _take_back(self, death: WorkerDeath) -> None:
+        """The new configuration does not start: back to the old one."""
+        assert self._previous is not None
+        self._engine = self._previous
+        self._settle_reload(death.reason)
+
+    def _settle_reload(self, reason: str) -> None:
+        self._previous = None
+        if self._reload is not None and not self._reload.done():
+            self._reload.set_result(reason)
+        self._reload = None
+
     # -- one worker
 
-    async def _run_one(self) -> WorkerDeath:
-        self._ready, self._start_fault, self._poison = False, "", ""
-        self._steps_total = -1
-        self._stage = ""
-        self._heard_at = self._progress_at = self._started_at = time.monotonic()
+    async def _next(self) -> WorkerLife:
+        """The worker to watch now: the one that took over, or a new one (not beside one that may take over)."""
+        if self._present is None and self._successor is not None and self._reload is not None:
+            await asyncio.wait({self._reload})
+        if self._present is None:
+            self._present = self._launch(self._engine)
+        return self._present
+
+    def _launch(self, engine: EngineConfig) -> WorkerLife:
         self._starts += 1
         self._folder.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders may have been here
-        worker = WorkerProcess(self._context, self._folder, self._starts, self._on_message)
+        process = WorkerProcess(
+            self._context, self._folder, self._starts, lambda message: self._on_message(life, message)
+        )
+        life = WorkerLife(process, engine, time.monotonic())
+        life.living = asyncio.create_task(self._live(life))
+        self._living.add(life.living)
+        life.living.add_done_callback(self._living.discard)
+        return life
+
+    async def _live(self, life: WorkerLife) -> WorkerDeath:
+        death = WorkerDeath("the worker cannot be started", False, False, frozenset())
         try:
-            try:
-                await worker.start(self._command, self._engine)
-            except (OSError, zmq.ZMQError) as error:
-                return WorkerDeath(f"the worker cannot be started: {error}", False, False, frozenset())
-            self._worker = worker
-            self._gone.clear()
+            await life.process.start(self._command, life.engine)
             if self._stop.is_set():
-                worker.kill()
-            death = await self._watch(worker)
+                life.process.kill()
+            death = life.verdict(await self._watch(life))
+        except (OSError, zmq.ZMQError) as error:
+            death = WorkerDeath(death.reason, False, False, frozenset(), str(error))
         finally:
-            self._worker = None
-            worker.close()
-            self._gone.set()
-        if self._start_fault:
-            return WorkerDeath(self._start_fault, death.counts, True, death.in_step)
-        if self._poison:
-            return WorkerDeath(self._poison, True, False, death.in_step)
+            life.process.close()
+            if life is self._successor:
+                self._successor = None
+                log.error("the new worker died: %s", death.full_reason)
+                self._settle_reload(death.reason)
         return death
 
-    async def _watch(self, worker: WorkerProcess) -> WorkerDeath:
-        waiting = asyncio.create_task(worker.wait())
+    async def _watch(self, life: WorkerLife) -> WorkerDeath:
+        waiting = asyncio.create_task(life.process.wait())
         last_tick = time.monotonic()
         tick_s = min(_TICK_S, max(_SHORTEST_TICK_S, self._stall_timeout_s / 4))
         try:
             while not (await asyncio.wait({waiting}, timeout=tick_s))[0]:
+                life.process.receive()
                 now = time.monotonic()
                 if now - last_tick > max(5.0, self._stall_timeout_s / 2):
-                    self._heard_at = self._progress_at = now  # it was the gateway that stood still
+                    life.excuse(now)  # it was the gateway that stood still
                 last_tick = now
-                if hang := self._hang(now):
-                    suspended = await is_stopped(worker.pid)
-                    log.error("worker hangs: %s", hang, extra={"pid": worker.pid, "suspended": suspended})
-                    worker.kill("" if suspended else hang)
+                if life is self._present and not life.is_retired:
+                    self._listener.worker_silent(life.is_silent(now))
+                if hang := life.hang(now, self._stall_timeout_s, is_busy=self._is_busy(life)):
+                    suspended = await is_stopped(life.process.pid)
+                    log.error("worker hangs: %s", hang, extra={"pid": life.process.pid, "suspended": suspended})
+                    life.process.kill("" if suspended else hang)
                     break
             return await waiting
         finally:
             if not waiting.done():
-                worker.kill()
+                life.process.kill()
                 waiting.cancel()
 
-    def _hang(self, now: float) -> str:
-        """Why the worker must be replaced, or ""."""
-        silent_s, limit_s = now - self._heard_at, self._stall_timeout_s
-        if not self._ready:
-            limit_s = max(limit_s, LOAD_SILENCE_S)
-            return f"the worker was silent for {silent_s:.0f} s while loading" if silent_s > limit_s else ""
-        if not self._listener.is_busy():
-            self._progress_at = now
-        if now - self._progress_at > limit_s:
-            return f"the worker finished no step for {limit_s:.0f} s while it had work"
-        return f"the worker was silent for {limit_s:.0f} s" if silent_s > limit_s else ""
+    def _is_busy(self, life: WorkerLife) -> bool:
+        return life is self._present and not life.is_retired and self._listener.is_busy()
 
-    def _on_message(self, message: ToGateway) -> None:
-        self._heard_at = time.monotonic()
-        match message:
-            case StepOutputs():
-                self._progress_at = self._heard_at
-                self._steps_total = message.stats.steps_total
-                if self._steps_total:
-                    self._fruitless_faults = self._fruitless_deaths = 0
-            case Heartbeat(stats) if stats.steps_total != self._steps_total:
-                self._progress_at = self._heard_at
-                self._steps_total = stats.steps_total
-            case StartFailed(line):
-                self._start_fault = line
-            case StepPoisoned(line):
-                self._poison = line
-            case LoadProgress(stage):
-                self._log_stage(stage)
-            case Ready():
-                self._worker_ready(message)
-                return
-            case _:
-                pass
-        self._listener.worker_message(message)
+    def _on_message(self, life: WorkerLife, message: ToGateway) -> None:
+        life.hear(message, time.monotonic())
+        if life.is_retired:
+            return
+        if isinstance(message, Ready):
+            self._worker_ready(life, message)
+        elif life is self._present:
+            if isinstance(message, StepOutputs) and life.steps_total:
+                self._fruitless_faults = self._fruitless_deaths = 0
+            self._listener.worker_message(message)
 
-    def _log_stage(self, stage: str) -> None:
-        """Say what a slow load is at, once per stage; a quick one is silent."""
-        if stage != self._stage and self._heard_at - self._started_at > SLOW_LOAD_S:
-            self._stage = stage
-            log.info("loading: %s", stage)
-
-    def _worker_ready(self, ready: Ready) -> None:
-        assert self._worker is not None
-        self._ready = self._ever_ready = True
+    def _worker_ready(self, life: WorkerLife, ready: Ready) -> None:
+        if life is self._successor:
+            self._take_over(life)
+        self._ever_ready = True
         self._failed_starts = 0
-        self._progress_at = self._heard_at
         log.info("worker ready", extra={"pid": ready.pid, "device": ready.device, "attention": ready.attention})
-        self._listener.worker_ready(self._worker, ready)
+        self._listener.worker_ready(life.process, ready)
+        self._settle_reload("")
 
     # -- between workers
 
-    def _judge(self, death: WorkerDeath) -> str:
+    def _judge(self, death: WorkerDeath, life: WorkerLife) -> str:
         """Count the death; why to give up, or ""."""
         if death.permanent:
             return death.reason
         self._fruitless_deaths += 1
-        if not self._ready:
+        if life.ready is None:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 return f"{self._failed_starts} starts in a row failed; the last: {death.reason}"

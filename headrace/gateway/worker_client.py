@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -69,6 +69,7 @@ class WorkerClient:
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
         self.replayed_total = 0
+        self.on_reload: Callable[[], Awaitable[str]] | None = None
         self.on_step: Callable[[EngineStats, float], None] = lambda stats, now: None
 
     # -- EngineClient
@@ -109,6 +110,12 @@ class WorkerClient:
         if self._link is not None:
             self._link.send(ClearPrefixCache())
 
+    async def reload(self) -> str:
+        return "this server cannot reload" if self.on_reload is None else await self.on_reload()
+
+    def set_max_held(self, max_held: int) -> None:
+        self._max_held = max_held
+
     # -- totals over all workers (metrics)
 
     @property
@@ -126,9 +133,9 @@ class WorkerClient:
 
     def worker_ready(self, link: WorkerLink, ready: Ready) -> None:
         self._link = link
-        self._set(ready=ready, load=None)
+        self._set(ready=ready, load=None, stats=EngineStats(blocks_total=ready.num_blocks))
         if self._state.status != "draining":
-            self._set(status="ready", message="")
+            self._set(status="ready", message="", detail="")
         self.first_ready.set()
         self.replayed_total += len(self._held) - self._held_new()
         self._release()
@@ -149,25 +156,37 @@ class WorkerClient:
             case _:
                 pass
 
+    def worker_silent(self, is_silent: bool) -> None:
+        """Say whether the present worker shows signs of life; requests wait for it meanwhile."""
+        if is_silent and self._state.status == "ready":
+            self._set(status="silent", message="the worker shows no sign of life; it is replaced if that lasts")
+        elif not is_silent and self._state.status == "silent":
+            self._set(status="ready", message="")
+
+    def worker_retired(self) -> None:
+        """Another worker takes the present one's place: take everything back."""
+        self._take_back()
+        self._set(reloads=self._state.reloads + 1, stats=EngineStats())
+        if self._state.status in ("ready", "silent"):
+            self._set(status="restarting", message="the worker is being replaced")
+
     def worker_died(self, death: WorkerDeath) -> None:
         """Take everything back; whoever died alone too often is given up."""
-        self._link, self._trial = None, None
         in_worker = [request_id for request_id in self._journal if request_id not in self._held]
         if death.counts:
             in_step = death.in_step or frozenset(in_worker)  # not known: everybody
             for request_id in blame(self._journal, in_step):
                 log.error("request given up: the worker died on it", extra={"request_id": request_id})
                 self._close(request_id).fail(InternalFault("the engine failed on this request, alone and twice"))
-        self._held = dict.fromkeys(self._journal)
-        self._past = self.lifetime_stats()
+        self._take_back()
         self._set(restarts=self._state.restarts + 1, stats=EngineStats())
-        if self._state.status == "ready":
-            self._set(status="restarting", message=death.reason)
+        if self._state.status in ("ready", "silent", "restarting"):
+            self._set(status="restarting", message=death.reason, detail=death.detail)
 
-    def gave_up(self, reason: str) -> None:
-        """No worker will come; ``reason`` is one line."""
+    def gave_up(self, reason: str, detail: str = "") -> None:
+        """No worker will come; ``reason`` is one line that anybody may read."""
         self._link = None
-        self._set(status="failed", message=reason, stats=EngineStats())
+        self._set(status="failed", message=reason, detail=detail, stats=EngineStats())
         self.fail_all(InternalFault("the engine failed and cannot be restarted"))
 
     # -- shutdown
@@ -196,6 +215,12 @@ class WorkerClient:
         if status == "failed":
             raise NotReady(f"the engine has failed: {message}", retry_after_s=60.0)
 
+    def _take_back(self) -> None:
+        """Hold everything that is open, for the next worker."""
+        self._link, self._trial = None, None
+        self._held = dict.fromkeys(self._journal)
+        self._past = self.lifetime_stats()
+
     def _held_new(self) -> int:
         """Requests that no worker has accepted yet, among those held."""
         return sum(not self._streams[request_id].is_accepted for request_id in self._held)
@@ -210,6 +235,8 @@ class WorkerClient:
                 return
             self._trial = None
         self._trial = next_suspect(self._journal, self._held)
+        if self._trial is not None:
+            self._set(quarantined=self._state.quarantined + 1)
         for request_id in [self._trial] if self._trial is not None else list(self._held):
             del self._held[request_id]
             self._link.send(AddRequest(resubmission(self._journal[request_id])))

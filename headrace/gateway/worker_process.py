@@ -50,16 +50,22 @@ class WorkerDeath:
     """How a worker ended.
 
     Attributes:
-        reason: one line for the log and for people.
+        reason: one line that anybody may read.
         counts: whether its requests are suspects (a fault of the worker's own, or a hang).
         permanent: the worker said that starting again would not help.
         in_step: ids of the requests in the step that died; None when that is not known.
+        detail: what the worker itself said last, for the log and the operator.
     """
 
     reason: str
     counts: bool
     permanent: bool
     in_step: frozenset[str] | None
+    detail: str = ""
+
+    @property
+    def full_reason(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 class WorkerProcess:
@@ -88,11 +94,12 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._last_line = ""
         self._killed_for = ""
+        self._is_broken = False
 
     async def start(self, command: Sequence[str], engine: EngineConfig) -> None:
         """Raises ``OSError`` or ``ZMQError`` when the program cannot be run at all."""
         self._endpoint = bind_private(self._socket, self._folder, self._number)
-        self._loop.add_reader(self._socket.FD, self._receive)
+        self._loop.add_reader(self._socket.FD, self.receive)
         self._process = await asyncio.create_subprocess_exec(
             *command,
             stdin=subprocess.PIPE,
@@ -118,7 +125,7 @@ class WorkerProcess:
     def send(self, message: ToWorker) -> None:
         """Never blocks; only meaningful after the worker's first message (the socket knows its peer then)."""
         self._socket.send_multipart([engine_identity(self._token), self._encoder.encode(message)], zmq.NOBLOCK)
-        self._loop.call_soon(self._receive)  # sending may swallow the descriptor's edge
+        self._loop.call_soon(self.receive)  # sending may swallow the descriptor's edge
 
     def kill(self, reason: str = "") -> None:
         """End the process now; ``reason`` marks a fault (a hang), none an orderly stop."""
@@ -134,7 +141,7 @@ class WorkerProcess:
         await asyncio.wait({pump}, timeout=1.0)  # a grandchild may hold the pipe open
         pump.cancel()
         await asyncio.sleep(_FLUSH_S)
-        self._receive()
+        self.receive()
         return self._death(code)
 
     def close(self) -> None:
@@ -147,9 +154,8 @@ class WorkerProcess:
             if self._endpoint.startswith("ipc://"):
                 Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    # -- inside
-
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Pass on every message that is there. One that cannot be read ends the worker: what it said is lost."""
         peers = (engine_identity(self._token), heartbeat_identity(self._token))
         while not self._socket.closed:
             try:
@@ -161,9 +167,15 @@ class WorkerProcess:
             try:
                 message = self._decoder.decode(frames[1])
             except msgspec.MsgspecError as error:
-                log.error("a message of the worker was dropped: %s", error)
-                continue
-            self._on_message(message)
+                if self._is_broken:
+                    continue
+                log.error("a message of the worker cannot be read: %s", error)
+                self._is_broken = True
+                self.kill("the worker sent a message that cannot be read")
+            if not self._is_broken:  # behind a lost message nothing fits
+                self._on_message(message)
+
+    # -- inside
 
     async def _pump_lines(self, stdout: asyncio.StreamReader) -> None:
         rest = b""
@@ -191,8 +203,8 @@ class WorkerProcess:
             return WorkerDeath(
                 f"the worker was ended by {number.name}", number not in _OUTSIDE_SIGNALS, False, in_step
             )
-        reason = f"the worker ended with exit code {code}" + (f": {self._last_line}" if self._last_line else "")
-        return WorkerDeath(reason, True, code == EXIT_START_FAILED, in_step)
+        reason = f"the worker ended with exit code {code}"
+        return WorkerDeath(reason, True, code == EXIT_START_FAILED, in_step, self._last_line)
 
 
 def bind_private(socket: zmq.Socket[bytes], folder: Path, number: int) -> str:

@@ -100,14 +100,15 @@ def read_start(fd: int) -> WorkerStart:
 def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread) -> int:
     """Loop until told to shut down (0) or until a step is poisoned (70)."""
     idled = False
+    heartbeat.stats = engine.stats()  # before the first step the pool is known already
     while True:
         wait_s = None if not engine.has_work else STARVED_POLL_S if idled else 0
-        for message in mailbox.receive(wait_s):
-            if isinstance(message, Shutdown):
-                return 0
-            if (answer := engine.handle(message)) is not None:
-                mailbox.send(answer)
         try:
+            for message in mailbox.receive(wait_s):
+                if isinstance(message, Shutdown):
+                    return 0
+                if (answer := engine.handle(message)) is not None:
+                    mailbox.send(answer)
             outputs = engine.step()
         except Exception as error:
             log.exception("step poisoned")

@@ -176,7 +176,8 @@ def test_crashes_at_every_start_end_in_a_kept_reason() -> None:
     async def main() -> None:
         async with running_engine(engine_config(crash=True), wait=False) as engine:
             await until(lambda: engine.client.state().status == "failed", 60)
-            assert "exit code 1: about to crash" in engine.client.state().message
+            assert engine.client.state().message.endswith("the worker ended with exit code 1")
+            assert engine.client.state().detail == "about to crash"
             with pytest.raises(NotReady, match="failed"):
                 engine.client.submit(request("r"))
 
