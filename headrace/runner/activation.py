@@ -2,8 +2,8 @@
 
 A prefill chunk is run over a pool of a few blocks (what is in them does not matter) and MLX's peak is read. The
 largest chunk is run where that takes moments (GPU); on the CPU two small chunks are, and the largest is
-extrapolated on the line through them. The bounded scratch of the reference attention, the copy of one row's
-context, and the sampler's rows of logits are added by formula.
+extrapolated on the line through them. The sampler's rows of logits are added by formula. Attention's scratch is a
+line of its own in the memory plan (``attention/reference.py``); a chunk's peak has some of it too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mlx.core as mx
 from headrace.core.layout import KVLayout
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
-from headrace.runner.attention.reference import SCORE_BYTES
 from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
@@ -37,7 +36,6 @@ def measure_activation_bytes(
     head_major: bool,
     chunk: int,
     max_rows: int,
-    max_model_len: int,
 ) -> int:
     """Peak bytes of a step with a prefill chunk of ``chunk`` tokens and ``max_rows`` sampled rows."""
     layout = found.layout
@@ -50,13 +48,12 @@ def measure_activation_bytes(
         forward = int(low + slope * max(0, chunk - small))
     else:
         forward = _peak(runner, pool, layout, chunk)
-    return forward + fixed_activation_bytes(found, vocab_size, max_rows, max_model_len)
+    return forward + sampler_bytes(vocab_size, max_rows)
 
 
-def fixed_activation_bytes(found: ModelLayout, vocab_size: int, max_rows: int, max_model_len: int) -> int:
-    """The part known by formula: attention scores, one row's context, the sampler's rows of logits."""
-    widest = max(layer.bytes_per_token for layer in found.layers)
-    return SCORE_BYTES + widest * max_model_len + _SAMPLER_ARRAYS * 4 * max_rows * vocab_size
+def sampler_bytes(vocab_size: int, max_rows: int) -> int:
+    """Of the rows of logits that are alive at once."""
+    return _SAMPLER_ARRAYS * 4 * max_rows * vocab_size
 
 
 def _peak(runner: ModelRunner, pool: KVPool, layout: KVLayout, chunk: int) -> int:

@@ -24,6 +24,7 @@ from headrace.errors import StartupError
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_kernel
+from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.device import Device, read_device
 from headrace.runner.kv_layout import ModelLayout, read_layout
 from headrace.runner.kv_pool import KVPool
@@ -140,7 +141,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         substitute_gated_mlps(model)
     if not head_major:
         fuse_projections(model)
-    found = read_layout(model, block_size)
+    found = read_layout(model, block_size, config.kv_cache_dtype)
     choice = _kernel_choice(files, found, block_size, head_major)
     install(choice.kernel)
     selector, _ = substitute_head(model)
@@ -152,7 +153,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     )
     if wanted.compile and head_major:
         raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
-    options = choose_options(model, selector, found, vocab_size, head_major=head_major, wanted=wanted)
+    options = choose_options(model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted)
     attention = "reference attention: the model computes its own" if options.materialize else choice.note
     return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention)
 
@@ -185,11 +186,11 @@ def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Pr
         head_major=prepared.head_major,
         chunk=min(config.prefill_step_size, wished),
         max_rows=config.max_num_seqs,
-        max_model_len=wished,
     )
     fixed = FixedMemory(
         weights=prepared.loaded.weights_bytes,
         activations=activation,
+        scratch=scratch_bytes(head_major=prepared.head_major),
         buffer_cache=BUFFER_CACHE_BYTES[device.kind],
     )
     memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)

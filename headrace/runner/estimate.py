@@ -18,7 +18,8 @@ from headrace.checkpoint.model_folder import ModelFiles
 from headrace.config import EngineConfig
 from headrace.core.layout import KVLayout
 from headrace.core.memory_plan import FixedMemory
-from headrace.runner.activation import fixed_activation_bytes
+from headrace.runner.activation import sampler_bytes
+from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.build import BUFFER_CACHE_BYTES, trained_len
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
@@ -56,14 +57,19 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceKind, workin
     )
     dtype = _compute_dtype(files, plan)
     model.set_dtype(dtype)
-    found = read_layout(model, config.block_size or BLOCK_SIZES[device])
+    found = read_layout(model, config.block_size or BLOCK_SIZES[device], config.kv_cache_dtype)
     longest = trained_len(files)
     wished = config.max_model_len or longest
     fields = text_fields(files.config)
-    activations = _chunk_bytes(fields, min(config.prefill_step_size, wished), dtype) + fixed_activation_bytes(
-        found, int(fields["vocab_size"]), config.max_num_seqs, wished
+    activations = _chunk_bytes(fields, min(config.prefill_step_size, wished), dtype) + sampler_bytes(
+        int(fields["vocab_size"]), config.max_num_seqs
     )
-    fixed = FixedMemory(weights=plan.nbytes, activations=activations, buffer_cache=BUFFER_CACHE_BYTES[device])
+    fixed = FixedMemory(
+        weights=plan.nbytes,
+        activations=activations,
+        scratch=scratch_bytes(head_major=device == "cpu"),
+        buffer_cache=BUFFER_CACHE_BYTES[device],
+    )
     return Estimate(found.layout, fixed, longest, _form(plan, dtype))
 
 

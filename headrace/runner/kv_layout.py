@@ -7,7 +7,7 @@ arrives. Nothing of that forward is evaluated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from headrace.core.layout import KVLayout, LayerGroup
 from headrace.errors import StartupError
+from headrace.runner.kv_packing import BITS, GROUP_SIZES
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.mlx_lm_adapter import CacheKind, cache_kinds
 
@@ -25,6 +26,15 @@ class ModelLayout:
 
     layers: tuple[LayerShape, ...]
     layout: KVLayout
+
+    def unpacked(self) -> ModelLayout:
+        """The same with vectors held as they come."""
+        layers = tuple(replace(layer, bits=None) for layer in self.layers)
+        groups = tuple(
+            replace(group, bytes_per_token=_bytes_per_token(layers, index))
+            for index, group in enumerate(self.layout.groups)
+        )
+        return ModelLayout(layers, KVLayout(self.layout.block_size, groups))
 
 
 class _ProbeCache:
@@ -43,11 +53,11 @@ class _ProbeCache:
         return None
 
 
-def read_layout(model: nn.Module, block_size: int) -> ModelLayout:
-    """Probe ``model``.
+def read_layout(model: nn.Module, block_size: int, kv_cache_dtype: str = "auto") -> ModelLayout:
+    """Probe ``model``; ``kv_cache_dtype``: "auto", "int8" or "int4".
 
     Raises:
-        StartupError: a layer's cache is of a kind that cannot be paged.
+        StartupError: a layer's cache is of a kind that cannot be paged, or does not get smaller when packed.
     """
     kinds = cache_kinds(model)
     unsupported = sorted({kind.name for kind in kinds if kind.kind not in ("full", "sliding")})
@@ -59,12 +69,15 @@ def read_layout(model: nn.Module, block_size: int) -> ModelLayout:
     probes = [_ProbeCache() for _ in kinds]
     model(mx.zeros((1, 1), mx.int32), cache=probes)
     windows = _windows(kinds)
-    layers = tuple(_shape(probe, windows.index(kind.window)) for probe, kind in zip(probes, kinds, strict=True))
+    layers = tuple(
+        _held_as(kv_cache_dtype, _shape(probe, windows.index(kind.window)), index)
+        for index, (probe, kind) in enumerate(zip(probes, kinds, strict=True))
+    )
     groups = tuple(
         LayerGroup(
             name="full" if window is None else f"sliding_{window}",
             num_layers=sum(layer.group == index for layer in layers),
-            bytes_per_token=sum(layer.bytes_per_token for layer in layers if layer.group == index),
+            bytes_per_token=_bytes_per_token(layers, index),
             window=window,
         )
         for index, window in enumerate(windows)
@@ -81,7 +94,25 @@ def _windows(kinds: Sequence[CacheKind]) -> list[int | None]:
 
 def _shape(probe: _ProbeCache, group: int) -> LayerShape:
     if probe.seen is None:
-        # A layer that never writes (it reads another layer's cache): one slot of one value keeps indices aligned.
+        # A layer that never writes (it reads another layer's cache): one value per slot keeps indices aligned.
         return LayerShape(group, 1, 1, 1, mx.float32)
     keys, values = probe.seen
     return LayerShape(group, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+
+
+def _held_as(kv_cache_dtype: str, shape: LayerShape, index: int) -> LayerShape:
+    """``shape`` with the bits that were asked for; a layer without KV of its own stays as it is."""
+    if kv_cache_dtype == "auto" or shape.key_dim == 1:
+        return shape
+    packed = replace(shape, bits=BITS[kv_cache_dtype])
+    if packed.bytes_per_token >= shape.bytes_per_token:
+        raise StartupError(
+            f"--kv-cache-dtype {kv_cache_dtype} saves nothing: layer {index} has heads of {shape.key_dim} and "
+            f"{shape.value_dim} elements, {shape.bytes_per_token} bytes a token as they are and "
+            f"{packed.bytes_per_token} packed in groups of {GROUP_SIZES[-1]} or more; leave it out"
+        )
+    return packed
+
+
+def _bytes_per_token(layers: Sequence[LayerShape], group: int) -> int:
+    return sum(layer.bytes_per_token for layer in layers if layer.group == group)

@@ -1,10 +1,13 @@
 """The KV pools: fixed arrays that hold every cached key and value, and their one owner.
 
-Each attention layer has two arrays, K and V, allocated once. Slots (block id * block_size + offset) are one
-axis of them; which one depends on the device:
+Each attention layer has K and V, allocated once. Slots (block id * block_size + offset) are one axis of them;
+which one depends on the device:
 
     head-major   [kv_heads, num_slots, head_dim]   CPU: a run of slots is a slice per head, read without a copy
     token-major  [num_slots, kv_heads, head_dim]   GPU: a token is one contiguous row, written at once
+
+A layer with ``bits`` holds packed vectors: ``keys`` and ``values`` are uint32 codes with ``words`` in place of
+``head_dim``, beside them scales and biases with ``groups`` in its place (see ``kv_packing.py``).
 
 A write is a functional scatter that MLX performs in place when the pool array has exactly one reference when
 the step is started. So nobody but ``KVPool`` keeps these arrays across steps.
@@ -18,21 +21,42 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headrace.core.step import BlockCopy
+from headrace.runner.kv_packing import VectorPacking, scale_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One attention layer's KV as the model produces it, and the layer group it belongs to."""
+    """One attention layer's KV as the model produces it, how it is held, and the layer group it belongs to.
+
+    ``bits``: None holds vectors as they come, 8 or 4 packs them.
+    """
 
     group: int
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+    bits: int | None = None
+
+    @property
+    def key_packing(self) -> VectorPacking | None:
+        return None if self.bits is None else VectorPacking.smallest(self.key_dim, self.bits)
+
+    @property
+    def value_packing(self) -> VectorPacking | None:
+        return None if self.bits is None else VectorPacking.smallest(self.value_dim, self.bits)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        """Of one position in the pool, scales, biases and padding included."""
+        key, value = self.key_packing, self.value_packing
+        if key is None or value is None:
+            return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        return self.kv_heads * (key.nbytes + value.nbytes)
+
+
+# Scales and biases of one layer's keys or values; empty where they are not packed.
+Affine = tuple[mx.array, ...]
 
 
 class KVPool:
@@ -43,6 +67,10 @@ class KVPool:
         num_blocks: blocks per layer group, the null block included.
         block_size: token positions per block.
         head_major: see the module docstring.
+
+    Attributes:
+        keys: per layer, vectors or codes; ``values`` likewise.
+        key_affine: per layer, ``(scales, biases)`` or nothing; ``value_affine`` likewise.
     """
 
     def __init__(
@@ -56,30 +84,51 @@ class KVPool:
         self.layers = tuple(layers)
         self.block_size = block_size
         self.head_major = head_major
-        self.keys = [self._allocate(layer, layer.key_dim, num_blocks) for layer in layers]
-        self.values = [self._allocate(layer, layer.value_dim, num_blocks) for layer in layers]
+        self.keys: list[mx.array] = []
+        self.values: list[mx.array] = []
+        self.key_affine: list[Affine] = []
+        self.value_affine: list[Affine] = []
+        for layer in layers:
+            slots = num_blocks[layer.group] * block_size
+            array, affine = self._allocate(layer, layer.key_dim, layer.key_packing, slots)
+            self.keys.append(array)
+            self.key_affine.append(affine)
+            array, affine = self._allocate(layer, layer.value_dim, layer.value_packing, slots)
+            self.values.append(array)
+            self.value_affine.append(affine)
 
-    def _allocate(self, layer: LayerShape, dim: int, num_blocks: Sequence[int]) -> mx.array:
-        slots = num_blocks[layer.group] * self.block_size
-        shape = (layer.kv_heads, slots, dim) if self.head_major else (slots, layer.kv_heads, dim)
-        return mx.zeros(shape, layer.dtype)
+    def _allocate(
+        self, layer: LayerShape, dim: int, packing: VectorPacking | None, slots: int
+    ) -> tuple[mx.array, Affine]:
+        def zeros(width: int, dtype: mx.Dtype) -> mx.array:
+            shape = (layer.kv_heads, slots, width) if self.head_major else (slots, layer.kv_heads, width)
+            return mx.zeros(shape, dtype)
+
+        if packing is None:
+            return zeros(dim, layer.dtype), ()
+        dtype = scale_dtype(layer.dtype)
+        return zeros(packing.words, mx.uint32), (zeros(packing.groups, dtype), zeros(packing.groups, dtype))
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.keys, *self.values))
+        return sum(array.nbytes for array in self.state)
 
     @property
     def state(self) -> list[mx.array]:
-        """All arrays, K then V, for a compiled step that takes and returns them."""
-        return [*self.keys, *self.values]
+        """All arrays, for a compiled step that takes and returns them: K, V, then what belongs to packed ones."""
+        affine = [array for arrays in (*self.key_affine, *self.value_affine) for array in arrays]
+        return [*self.keys, *self.values, *affine]
 
     @state.setter
     def state(self, arrays: list[mx.array]) -> None:
         count = len(self.layers)
-        self.keys, self.values = arrays[:count], arrays[count:]
+        self.keys, self.values = arrays[:count], arrays[count : 2 * count]
+        rest = iter(arrays[2 * count :])
+        self.key_affine = [tuple(next(rest) for _ in affine) for affine in self.key_affine]
+        self.value_affine = [tuple(next(rest) for _ in affine) for affine in self.value_affine]
 
     def write(self, layer: int, slots: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Store new keys and values.
+        """Store new keys and values, packed where the layer is.
 
         Args:
             layer: index of the attention layer.
@@ -87,12 +136,17 @@ class KVPool:
             keys: ``[B, kv_heads, L, key_dim]``.
             values: ``[B, kv_heads, L, value_dim]``.
         """
-        if self.head_major:
-            self.keys[layer][:, slots] = _by_head(keys)
-            self.values[layer][:, slots] = _by_head(values)
-        else:
-            self.keys[layer][slots] = _by_token(keys)
-            self.values[layer][slots] = _by_token(values)
+        shape = self.layers[layer]
+        order = _by_head if self.head_major else _by_token
+        for arrays, packing, x in (
+            ((self.keys[layer], *self.key_affine[layer]), shape.key_packing, order(keys)),
+            ((self.values[layer], *self.value_affine[layer]), shape.value_packing, order(values)),
+        ):
+            for array, new in zip(arrays, (x,) if packing is None else packing.pack(x), strict=True):
+                if self.head_major:
+                    array[:, slots] = new
+                else:
+                    array[slots] = new
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks inside their layer groups (copy-on-write), in order, in all layers of the group."""
@@ -105,11 +159,12 @@ class KVPool:
                         self._copy_slots(index, sources, targets)
 
     def _copy_slots(self, layer: int, sources: mx.array, targets: mx.array) -> None:
-        for arrays in (self.keys, self.values):
+        affine = (*self.key_affine[layer], *self.value_affine[layer])
+        for array in (self.keys[layer], self.values[layer], *affine):
             if self.head_major:
-                arrays[layer][:, targets] = arrays[layer][:, sources]
+                array[:, targets] = array[:, sources]
             else:
-                arrays[layer][targets] = arrays[layer][sources]
+                array[targets] = array[sources]
 
     def _slots_of(self, blocks: Sequence[int]) -> mx.array:
         size = self.block_size

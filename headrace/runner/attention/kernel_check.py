@@ -33,6 +33,8 @@ class KernelChoice:
 
 def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size: int) -> KernelChoice:
     """Check and time the device's kernel on one layer's shape with ``heads`` query heads."""
+    if layer.bits is not None:
+        return KernelChoice(None, "reference attention: the kernel does not read packed KV")
     try:
         kernel = PagedDecodeKernel.for_device()
         if kernel is None:

@@ -47,24 +47,24 @@ class PagedDecodeKernel:
     """
 
     def __init__(self, make: Callable[..., Any], prelude: str) -> None:
-        inputs = ["q", "k", "v", "tables", "bases", "ends", "params", "sinks"]
+        inputs = ["q", "k", "v", "tables", "bases", "ends", "sizes", "params", "sinks"]
         self._whole = make(
             name="paged_decode",
             input_names=inputs,
             output_names=["out"],
-            source=source.DECODE_BODY.replace("part_out[", "// part_out[").replace("stats[", "// stats["),
-            header=prelude,
+            source=source.DECODE_BODY,
+            header=prelude + "#define WHOLE\n",
         )
         self._split = make(
             name="paged_decode_split",
             input_names=inputs,
             output_names=["part_out", "stats"],
-            source=source.DECODE_BODY.replace("out[head * D", "// out[head * D"),
+            source=source.DECODE_BODY,
             header=prelude,
         )
         self._combine = make(
             name="paged_decode_combine",
-            input_names=["parts", "stats", "sinks"],
+            input_names=["parts", "stats", "sizes", "sinks"],
             output_names=["out"],
             source=source.COMBINE_BODY,
             header=prelude,
@@ -86,6 +86,7 @@ class PagedDecodeKernel:
         return (
             queries.shape[2] == 1
             and not view.pool.head_major
+            and layer.bits is None
             and layer.key_dim == layer.value_dim
             and layer.key_dim % 8 == 0
             and layer.key_dim <= 256
@@ -108,6 +109,7 @@ class PagedDecodeKernel:
         assert tables is not None and view.group.bases is not None
         context = tables.shape[1] * view.pool.block_size
         shape = _shape(rows, heads, layer.kv_heads, dim, context if window is None else min(context, window))
+        sizes = mx.array([tables.shape[1], shape.splits, window or 0], mx.int32)
         sink_values = mx.zeros((1,), mx.float32) if sinks is None else sinks.astype(mx.float32)
         constants = [
             ("T", queries.dtype),
@@ -116,9 +118,6 @@ class PagedDecodeKernel:
             ("GT", shape.queries_per_block),
             ("KV", layer.kv_heads),
             ("BS", view.pool.block_size),
-            ("NB", tables.shape[1]),
-            ("SPLITS", shape.splits),
-            ("WINDOW", window or 0),
             ("HAS_SINKS", int(sinks is not None)),
             ("LP", shape.lanes),
         ]
@@ -129,6 +128,7 @@ class PagedDecodeKernel:
             tables,
             view.group.bases,
             view.batch.ends,
+            sizes,
             mx.array([scale, softcap], mx.float32),
             sink_values,
         ]
@@ -145,20 +145,19 @@ class PagedDecodeKernel:
         else:
             per_split = [(rows, heads, shape.splits, dim), (rows, heads, shape.splits, 2)]
             parts = self._split(output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch)
-            out = self._combined(parts, sink_values, queries, shape.splits, sinks is not None)
+            out = self._combined(parts, sizes, sink_values, queries, sinks is not None)
         return out[:, :, None]
 
     def _combined(
-        self, parts: list[mx.array], sinks: mx.array, queries: mx.array, splits: int, has_sinks: bool
+        self, parts: list[mx.array], sizes: mx.array, sinks: mx.array, queries: mx.array, has_sinks: bool
     ) -> mx.array:
         rows, heads, _, dim = queries.shape
         out: mx.array = self._combine(
-            inputs=[*parts, sinks],
+            inputs=[*parts, sizes, sinks],
             template=[
                 ("T", queries.dtype),
                 ("D", dim),
                 ("H", heads),
-                ("SPLITS", splits),
                 ("HAS_SINKS", int(has_sinks)),
             ],
             grid=(dim, heads, rows),

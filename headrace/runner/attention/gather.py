@@ -1,0 +1,195 @@
+"""Reference attention over token-major pools (GPU): blocks are gathered through the block table, then attended.
+
+    prefill   row by row: MLX's own attention over the row's gathered context
+    decode    rows of similar length together, as many as ``GATHER_BYTES`` hold, padded to the longest of them
+
+A row whose context is larger than ``GATHER_BYTES`` goes through tiles of at most that size with an online softmax.
+So a long row next to short ones costs what it would alone. In a compiled forward lengths are on the device only:
+all rows are as wide as the table there, and the bound on bytes holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.kv_packing import Packed, VectorPacking
+from headrace.runner.layer_view import LayerView
+
+GATHER_BYTES = 128 * 1024 * 1024
+# Bound on one tile of float32 scores, and keys of one.
+SCORE_BYTES = 64 * 1024 * 1024
+KEY_TILE = 4096
+# A gathered piece and what attention makes of it; a tile's scores, weights and mask.
+SCRATCH_BYTES = 2 * GATHER_BYTES + 3 * SCORE_BYTES
+# Rows are decoded side by side while the longest is at most this much longer than the shortest.
+_SIMILAR = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a forward and the columns of their block tables that they need.
+
+    Attributes:
+        tables: ``[b, W]`` block ids.
+        bases: ``[b]`` position of the tables' first slot.
+        offsets: ``[b]`` position of the rows' first query.
+        extent: of the only row, (queries that are not padding, positions from the table's first slot to its end);
+            None: several rows, or not known on the host.
+    """
+
+    tables: mx.array
+    bases: mx.array
+    offsets: mx.array
+    extent: tuple[int, int] | None
+
+    def visible(self, first_query: int, queries: int, first: int, width: int, window: int | None) -> mx.array:
+        """``[b, 1, queries, width]`` bool: which of the slots from ``first`` on each query may read."""
+        query = (self.offsets[:, None] + mx.arange(first_query, first_query + queries)[None])[:, None, :, None]
+        key = (self.bases[:, None] + mx.arange(first, first + width)[None])[:, None, None, :]
+        mask = key <= query
+        return mask if window is None else mask & (key > query - window)
+
+
+def attend_gathered(
+    queries: mx.array, view: LayerView, scale: float, window: int | None, sinks: mx.array | None
+) -> mx.array:
+    """``paged_attention`` of ``reference.py`` for a token-major pool."""
+    groups = _groups(queries.shape[0], queries.shape[2], view)
+    outputs: list[mx.array] = []
+    order: list[int] = []
+    for index, width in groups:
+        rows = _take(view, index, width, outputs[-1:])
+        some = queries if len(groups) == 1 else queries[mx.array(index)]
+        outputs.append(_attend(some, view, rows, scale, window, sinks))
+        order += index
+    out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+    if order == sorted(order):
+        return out
+    return out[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+
+
+def _groups(batch: int, length: int, view: LayerView) -> list[tuple[list[int], int]]:
+    """Which rows are gathered together, and how many blocks of each."""
+    size, lengths = view.pool.block_size, view.batch.lengths
+    width = _tables(view).shape[1]
+    if not lengths:
+        most = max(1, GATHER_BYTES // (width * size * _token_bytes(view)))
+        return [(list(range(first, min(first + most, batch))), width) for first in range(0, batch, most)]
+    ends = [start + count for start, count in zip(view.batch.starts, lengths, strict=True)]
+    spans = [-(-(end - first) // size) for end, first in zip(ends, view.group.firsts, strict=True)]
+    groups: list[tuple[list[int], int]] = []
+    for row in sorted(range(batch), key=spans.__getitem__):
+        index, shortest = groups[-1] if groups else ([], 0)
+        fits = (len(index) + 1) * spans[row] * size * _token_bytes(view) <= GATHER_BYTES
+        if index and length == 1 and fits and spans[row] <= _SIMILAR * max(shortest, 128 // size):
+            index.append(row)
+        else:
+            groups.append(([row], spans[row]))
+    return [(sorted(index), max(spans[row] for row in index)) for index, _ in groups]
+
+
+def _tables(view: LayerView) -> mx.array:
+    assert view.group.tables is not None
+    return view.group.tables
+
+
+def _token_bytes(view: LayerView) -> int:
+    """Of one gathered position, as it is attended."""
+    layer = view.pool.layers[view.layer]
+    return layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.size
+
+
+def _take(view: LayerView, index: list[int], width: int, earlier: Earlier) -> _Rows:
+    """``earlier``: what must be computed before these rows are gathered."""
+    tables, bases, offsets = _tables(view), view.group.bases, view.batch.offsets
+    assert bases is not None
+    extent = None
+    if len(index) == 1 and view.batch.lengths:
+        start, count = view.batch.starts[index[0]], view.batch.lengths[index[0]]
+        extent = count, start + count - view.group.firsts[index[0]]
+    if len(index) < tables.shape[0]:
+        rows = mx.array(index)
+        tables, bases, offsets = tables[rows], bases[rows], offsets[rows]
+    return _Rows(after(tables[:, :width], earlier), bases, offsets, extent)
+
+
+def _attend(
+    queries: mx.array, view: LayerView, rows: _Rows, scale: float, window: int | None, sinks: mx.array | None
+) -> mx.array:
+    """Attention of ``queries [b, H, L, D]`` over the rows' gathered context."""
+    length = queries.shape[2]
+    count, width = rows.tables.shape
+    context = width * view.pool.block_size
+    causal = rows.extent is not None and length > 1 and (window is None or rows.extent[1] <= window)
+    mask_bytes = 0 if causal else count * length * context
+    if count * context * _token_bytes(view) > GATHER_BYTES or mask_bytes > SCORE_BYTES:
+        return _attend_tiled(queries, view, rows, scale, window, sinks)
+    keys, values = gather(view, rows.tables)
+    if not causal or rows.extent is None:
+        mask = rows.visible(0, length, 0, context, window)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    # MLX aligns a causal mask at the end: cut what is padding on either side.
+    real, end = rows.extent
+    out = mx.fast.scaled_dot_product_attention(
+        queries[:, :, :real], keys[:, :, :end], values[:, :, :end], scale=scale, mask="causal", sinks=sinks
+    )
+    return out if real == length else mx.pad(out, [(0, 0), (0, 0), (0, length - real), (0, 0)])
+
+
+def _attend_tiled(
+    queries: mx.array, view: LayerView, rows: _Rows, scale: float, window: int | None, sinks: mx.array | None
+) -> mx.array:
+    """The same in tiles of keys, gathered one after the other, by tiles of queries."""
+    count, heads, length, dim = queries.shape
+    layer, size = view.pool.layers[view.layer], view.pool.block_size
+    shared = heads // layer.kv_heads
+    columns = max(1, min(KEY_TILE, GATHER_BYTES // (2 * count * _token_bytes(view))) // size)
+    tile = max(1, SCORE_BYTES // (4 * count * heads * columns * size))
+    spans = [(first, min(first + tile, length)) for first in range(0, length, tile)]
+    grouped = (queries.astype(mx.float32) * scale).reshape(count, layer.kv_heads, shared, length, dim)
+    if sinks is not None:
+        sinks = sinks.reshape(layer.kv_heads, shared, 1, 1)
+    states = [OnlineSoftmax(sinks) for _ in spans]
+    earlier: Earlier = []
+    for column in range(0, rows.tables.shape[1], columns):
+        tables = after(rows.tables[:, column : column + columns], earlier)
+        keys, values = (x.astype(mx.float32)[:, :, None] for x in gather(view, tables))
+        for (first, last), state in zip(spans, states, strict=True):
+            scores = after(grouped[..., first:last, :], earlier) @ keys.swapaxes(-1, -2)
+            visible = rows.visible(first, last - first, column * size, scores.shape[-1], window)
+            state.add(mx.where(visible[:, :, None], scores, HIDDEN), values)
+            earlier = state.pending
+    out = mx.concatenate([state.result() for state in states], axis=3)
+    return out.reshape(count, heads, length, -1).astype(queries.dtype)
+
+
+def gather(view: LayerView, tables: mx.array) -> tuple[mx.array, mx.array]:
+    """Keys and values ``[b, kv_heads, W * block_size, dim]`` of the blocks in ``tables [b, W]``."""
+    pool, index = view.pool, view.layer
+    layer = pool.layers[index]
+    keys = [_blocks(x, pool.block_size, tables) for x in (pool.keys[index], *pool.key_affine[index])]
+    values = [_blocks(x, pool.block_size, tables) for x in (pool.values[index], *pool.value_affine[index])]
+    return _unpacked(keys, layer.key_packing, layer.dtype), _unpacked(values, layer.value_packing, layer.dtype)
+
+
+def _unpacked(parts: list[mx.array], packing: VectorPacking | None, dtype: mx.Dtype) -> mx.array:
+    return parts[0] if packing is None else packing.unpack(Packed(*parts), dtype)
+
+
+def _blocks(pool: mx.array, size: int, tables: mx.array) -> mx.array:
+    """``[num_slots, kv_heads, width]`` -> ``[b, kv_heads, W * size, width]``."""
+    slots, heads, width = pool.shape
+    count, columns = tables.shape
+    blocks = pool.reshape(slots // size, size, heads, width)[tables]
+    return blocks.reshape(count, columns * size, heads, width).swapaxes(1, 2)
+
+
+def position_mask(view: LayerView, length: int, window: int | None) -> mx.array:
+    """``[B, 1, L, S]`` bool: which slots of whole tables each query may read."""
+    assert view.group.bases is not None
+    tables = _tables(view)
+    rows = _Rows(tables, view.group.bases, view.batch.offsets, None)
+    return rows.visible(0, length, 0, tables.shape[1] * view.pool.block_size, window)
