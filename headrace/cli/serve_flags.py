@@ -8,7 +8,7 @@ A target names where the value goes (``headrace.cli.settings`` builds the config
 from __future__ import annotations
 
 from headrace.cli.flags import Flag, FlagTable
-from headrace.cli.values import FILE, JSON_OBJECT, choice, integer, mebibytes, number, text, url_path
+from headrace.cli.values import FILE, JSON_OBJECT, KV_BITS, choice, integer, mebibytes, number, text, url_path
 
 _SERVER = (
     Flag(
@@ -142,11 +142,13 @@ _MEMORY = (
     ),
     Flag(
         "--kv-cache-dtype",
-        "how KV is held",
+        "how KV is held; int8 takes half of 16 bits, int4 a quarter",
         "engine.kv_cache_dtype",
-        choice("auto", note="int8 and int4 are not available yet"),
+        choice("auto", "int8", "int4"),
         "auto, that is the dtype of the weights",
     ),
+    Flag("--kv-cache-quantization", "same as --kv-cache-dtype int8", "kv.quantize"),
+    Flag("--kv-cache-quantization-bits", "8: int8, 4: int4", "engine.kv_cache_dtype", KV_BITS),
 )
 
 _MODEL = (
@@ -244,10 +246,8 @@ _REFUSED: dict[str, str] = {
     "--mtp-num-draft-tokens": _NO_SPECULATION,
     "--mtp-optimistic": "it accepts tokens unverified, so answers change; leave it out",
     "--prefill-batch-size": "short prompts prefill together up to --prefill-step-size tokens; use that",
-    "--kv-cache-quantization": _NO_QUANTIZED_KV,
-    "--kv-cache-quantization-bits": _NO_QUANTIZED_KV,
-    "--kv-cache-quantization-group-size": _NO_QUANTIZED_KV,
-    "--kv-cache-min-quantize-tokens": _NO_QUANTIZED_KV,
+    "--kv-cache-quantization-group-size": "the size of a layer's heads decides it (64, or 32); leave it out",
+    "--kv-cache-min-quantize-tokens": "with --kv-cache-dtype int8 or int4 every token's KV is; leave it out",
     "--max-kv-size": "dropping old KV changes answers; use --max-model-len",
     "--no-memory-aware-cache": _PREFIX_CACHE,
     "--prefix-cache-size": _PREFIX_CACHE,

@@ -34,6 +34,10 @@ def check(values: Values) -> None:
     for target, flag, other_target, other_flag in _EXCLUSIVE:
         if target in values and other_target in values:
             raise UsageError(f"{flag} and {other_flag} say the same in two ways: give one of them")
+    if "kv.quantize" in values and values.get("engine.kv_cache_dtype") == "auto":
+        raise UsageError(
+            "--kv-cache-quantization and --kv-cache-dtype auto contradict each other: give one of them"
+        )
     server = section(values, "server")
     if ("ssl_certfile" in server) != ("ssl_keyfile" in server):
         raise UsageError("--ssl-certfile and --ssl-keyfile belong together: give both or neither")
@@ -46,6 +50,14 @@ def check(values: Values) -> None:
         raise UsageError("--disable-prefix-cache leaves nothing for --cache-memory-mb or --cache-memory-percent")
 
 
+def _engine_fields(values: Values) -> dict[str, Any]:
+    """Fields of EngineConfig but the model; ``--kv-cache-quantization`` alone means 8 bits."""
+    fields = section(values, "engine")
+    if "kv.quantize" in values:
+        fields.setdefault("kv_cache_dtype", "int8")
+    return fields
+
+
 def _default(field: str) -> Any:
     probe = ServerConfig(engine=EngineConfig(model=""), served_model_names=())
     return getattr(probe, field)
@@ -53,7 +65,7 @@ def _default(field: str) -> Any:
 
 def engine_config(values: Values, model_path: str) -> EngineConfig:
     """Configuration of the worker; ``model_path`` is on this machine."""
-    return EngineConfig(model=model_path, **section(values, "engine"))
+    return EngineConfig(model=model_path, **_engine_fields(values))
 
 
 def server_config(

@@ -72,6 +72,15 @@ def choice(*names: str, note: str = "") -> Kind:
     return Kind("{" + ",".join(names) + "}", parse)
 
 
+def _kv_bits(text: str) -> object:
+    if text not in ("4", "8"):
+        raise ValueError("4 or 8")
+    return f"int{text}"
+
+
+KV_BITS = Kind("{4,8}", _kv_bits)
+
+
 def text(metavar: str) -> Kind:
     """Any text but the empty one."""
 

@@ -38,6 +38,7 @@ GOOD: dict[str, str] = {
     "--memory-headroom": "0.1",
     "--cache-memory-percent": "0.3",
     "--kv-cache-dtype": "auto",
+    "--kv-cache-quantization-bits": "8",
     "--dtype": "bfloat16",
     "--revision": "main",
     "--default-temperature": "0.2",
@@ -147,6 +148,20 @@ def test_the_walk_through_works_word_for_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("", "auto"),
+        ("--kv-cache-dtype INT4", "int4"),
+        ("--kv-cache-quantization", "int8"),
+        ("--kv-cache-quantization-bits 8", "int8"),
+        ("--kv-cache-quantization --kv-cache-quantization-bits 4", "int4"),
+    ],
+)
+def test_kv_quantization_and_its_other_spellings(words: str, dtype: str) -> None:
+    assert config_of(*words.split()).engine.kv_cache_dtype == dtype
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--port 70000",
@@ -174,7 +189,11 @@ def test_the_walk_through_works_word_for_word(tmp_path: Path) -> None:
         "--cache-memory-mb 100 --cache-memory-percent 0.1",
         "--disable-prefix-cache --cache-memory-mb 100",
         "--block-size 16 --paged-cache-block-size 32",
-        "--kv-cache-dtype int8",
+        "--kv-cache-quantization-bits 3",
+        "--kv-cache-quantization-bits 0",
+        "--kv-cache-quantization-bits x",
+        "--kv-cache-quantization --kv-cache-dtype auto",
+        "--kv-cache-quantization-bits 4 --kv-cache-dtype int8",
         "--max-tokens 100 --max-request-tokens 50",
         "--ssl-certfile pyproject.toml",
         "model-a model-b",

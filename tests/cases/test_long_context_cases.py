@@ -1,0 +1,57 @@
+"""Prompts over the context are refused with the numbers; long outputs are whole."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support.scripted import expected_text
+from support.server import Serve, Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def server(serve: Serve) -> Server:
+    return serve("plain")
+
+
+@pytest.mark.parametrize("extra", [8190, 9000, 200_000])
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(server: Server, extra: int) -> None:
+    content = "<|s05|>" + "o" * extra
+    answers = [*server.client.both(content), *server.client.both_complete(content + "<|assistant|>" + "pp")]
+    for answer in answers:
+        assert answer.status == 400 and answer.error is not None
+        assert answer.error["code"] == "context_length_exceeded"
+        assert str(extra + 4) in answer.message and "8192" in answer.message
+    server.client.check_control()
+
+
+def test_the_longest_prompts_that_fit(server: Server) -> None:
+    content = "<|s05|>" + "o" * (8192 - 4 - 8)
+    for extra, text in (("", "ABCDEFGH"), ("oooo", "ABCD"), ("o" * 8, "")):
+        answer = server.client.chat(content + extra, max_tokens=9)
+        if text:
+            assert (answer.text(), answer.finish_reason()) == (text, "length")
+            assert answer.usage["total_tokens"] == 8192
+        else:
+            assert answer.status == 400
+
+
+def test_a_lower_limit_is_kept_and_a_higher_one_is_not_promised(serve: Serve, start_server: Serve) -> None:
+    low = serve("plain", "--max-model-len", "512")
+    refused = low.client.chat("<|s05|>" + "o" * 600)
+    assert refused.status == 400 and "604" in refused.message and "512" in refused.message
+    low.client.check_control()
+
+
+def test_a_long_output_is_whole_and_does_not_slow_down(server: Server) -> None:
+    """Gaps are compared within the one stream, very generously: decoding again from the start would be tenfold."""
+    arrivals: list[float] = []
+    texts: list[str] = []
+    with server.client.streaming("<|s01|>", max_tokens=6000, stop=["zzzz"]) as chunks:
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                texts.append(choice["delta"].get("content") or "")
+                arrivals.append(time.monotonic())
+    assert "".join(texts) == expected_text("s01", 6000)
