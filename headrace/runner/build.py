@@ -32,8 +32,10 @@ from headrace.runner.loader import LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.self_check import choose_options
+from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
+from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 from headrace.runner.warm_up import warm_up
 
 log = logging.getLogger("headrace.runner")
@@ -141,6 +143,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         substitute_gated_mlps(model)
     if not head_major:
         fuse_projections(model)
+    if device.kind == "cuda":
+        substitute_small_row_linears(model, SmallRowsKernel())
     found = read_layout(model, block_size, config.kv_cache_dtype)
     choice = _kernel_choice(files, found, block_size, head_major)
     install(choice.kernel)
@@ -150,6 +154,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     wanted = RunnerOptions(
         compile=config.compile if config.compile is not None else not head_major,
         max_prefill_rows=8 if head_major else 1,
+        decode_kernel=choice.kernel is not None,
     )
     if wanted.compile and head_major:
         raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")

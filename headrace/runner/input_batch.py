@@ -30,15 +30,25 @@ def bucket(count: int) -> int:
     return middle if power >= 16 and count <= middle else power
 
 
+def coarse_bucket(count: int) -> int:
+    """Smallest of 16, 128, 1024 … that holds ``count``: for readers that a wide table costs nothing."""
+    width = 16
+    while width < count:
+        width *= 8
+    return width
+
+
 class InputBatchBuilder:
     """Builds forwards' batches; remembers each sequence's table as runs until the table changes.
 
     Args:
         layout: layer groups and block size.
         slices: whether attention reads slices (see the module docstring).
+        coarse_decode: decode tables get a few widths only (a kernel reads what a row has, not the whole table).
     """
 
-    def __init__(self, layout: KVLayout, *, slices: bool) -> None:
+    def __init__(self, layout: KVLayout, *, slices: bool, coarse_decode: bool = False) -> None:
+        self._coarse_decode = coarse_decode
         self.layout = layout
         self._slices = slices
         self._runs: dict[tuple[int, int], tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
@@ -134,7 +144,9 @@ class InputBatchBuilder:
             (first // size, (row.start + row.num_tokens - 1) // size + 1)
             for row, first in zip(rows, firsts, strict=True)
         ]
-        width = bucket(max(last - first for first, last in spans))
+        needed = max(last - first for first, last in spans)
+        decodes = all(row.num_tokens == 1 for row in rows)
+        width = coarse_bucket(needed) if self._coarse_decode and decodes else bucket(needed)
         tables = np.zeros((total, width), np.int32)
         bases = np.zeros(total, np.int32)
         for index, (row, (first, last)) in enumerate(zip(rows, spans, strict=True)):

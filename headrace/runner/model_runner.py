@@ -21,7 +21,7 @@ import numpy as np
 from headrace.core.layout import KVLayout
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from headrace.request import TokenLogprobs
-from headrace.runner.input_batch import InputBatchBuilder, bucket, token_array
+from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.logits_head import HeadSelector
@@ -47,12 +47,14 @@ class RunnerOptions:
         materialize: the model computes attention itself; give it arrays instead of handles.
         single_rows: the model's code does not take masks of several rows; one sequence per forward.
         max_prefill_rows: prompts in one prefill forward, at most.
+        decode_kernel: decode attention is a kernel that reads no more of a block table than a row has.
     """
 
     compile: bool
     materialize: bool = False
     single_rows: bool = False
     max_prefill_rows: int = 8
+    decode_kernel: bool = False
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class ModelRunner:
         self._pool = pool
         self._vocab_size = vocab_size
         self._options = options
-        self._inputs = InputBatchBuilder(layout, slices=pool.head_major)
+        self._inputs = InputBatchBuilder(layout, slices=pool.head_major, coarse_decode=options.decode_kernel)
         self._running: StepHandle | None = None
         self._pending: StepHandle | None = None
         self._newest: tuple[mx.array, dict[int, int]] | None = None
@@ -106,6 +108,10 @@ class ModelRunner:
     def compiled(self) -> bool:
         """Whether the decode forward is traced per bucket of shapes."""
         return self._decode_forward is not None
+
+    def decode_width(self, blocks: int) -> int:
+        """Width of the block table of a decode forward whose longest row has ``blocks`` blocks."""
+        return coarse_bucket(blocks) if self._options.decode_kernel else bucket(blocks)
 
     # -- steps -------------------------------------------------------------------------------------------
 

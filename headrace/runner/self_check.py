@@ -55,13 +55,12 @@ def choose_options(
     trial = _trial(vocab_size)
     expected = [_reference(model, selector, prompt, steps) for prompt, steps in _rows(trial)]
     faults: list[str] = []
+    general = replace(wanted, materialize=True, compile=False, decode_kernel=False)
     for options in (
         wanted,
-        replace(wanted, materialize=True),
-        replace(wanted, materialize=True, single_rows=True, compile=False),
+        general,
+        replace(general, single_rows=True),
     ):
-        if options.compile and options.materialize:
-            options = replace(options, compile=False)
         try:
             got = _paged(model, selector, found, vocab_size, trial, head_major, options)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -53,13 +53,14 @@ __device__ __forceinline__ uint4 cached(const void* at) {
 }
 """
 
-# Constants: T, M rows, MT tiles of 8 rows, N outputs, K inner, NT tiles of 16 outputs per block.
-# Inputs: x [M, K], w [N, K]. Output: y [M, N].
+# Constants: T, MT tiles of 8 rows, N outputs, K inner, NT tiles of 16 outputs per block.
+# Inputs: x [M, K], w [N, K], rows [1] int32 (M). Output: y [M, N].
 _BODY = """
   constexpr int WARPS = 8;
   constexpr int SLICE = K / WARPS;
   constexpr int DEEP = MT * NT >= 8 ? 2 : 4;
   __shared__ float sums[WARPS][MT * 8][NT * 16];
+  const int M = rows[0];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
@@ -123,7 +124,7 @@ class SmallRowsKernel:
 
     def __init__(self) -> None:
         self._kernel: Any = mx.fast.cuda_kernel(
-            name="small_rows", input_names=["x", "w"], output_names=["y"], source=_BODY, header=_HEADER
+            name="small_rows", input_names=["x", "w", "rows"], output_names=["y"], source=_BODY, header=_HEADER
         )
         self._faster: dict[tuple[int, int, int], bool] = {}
 
@@ -134,10 +135,9 @@ class SmallRowsKernel:
         tiles = -(-rows // 8)
         wide = 2 if tiles > 1 and outputs % 32 == 0 and outputs >= 8192 else 1
         y: mx.array = self._kernel(
-            inputs=[x, weight],
+            inputs=[x, weight, mx.array([rows], mx.int32)],
             template=[
                 ("T", x.dtype),
-                ("M", rows),
                 ("MT", tiles),
                 ("N", outputs),
                 ("K", inner),
@@ -159,11 +159,12 @@ class SmallRowsKernel:
 
     def wins(self, rows: int, weight: mx.array) -> bool:
         """What ``measure`` found for the bucket of ``rows``; False where it did not look."""
-        return self._faster.get(_key(-(-rows // 8), weight), False)
+        tiles = 1 if rows <= 16 else MAX_ROWS // 8
+        return self._faster.get(_key(tiles, weight), False)
 
     def measure(self, weight: mx.array) -> None:
-        """Check and time the kernel on one weight matrix for 8, 16, 24 and 32 rows."""
-        for tiles in range(1, MAX_ROWS // 8 + 1):
+        """Check and time the kernel on one weight matrix for 8 and 32 rows; counts between go by the nearer."""
+        for tiles in (1, MAX_ROWS // 8):
             key = _key(tiles, weight)
             if key in self._faster or not self.takes(tiles * 8, weight):
                 continue

@@ -49,7 +49,8 @@ def _steps(
         )
     if not runner.compiled:
         return
-    widths = sorted({bucket(-(-tokens // layout.block_size)) for tokens in range(1, longest, layout.block_size)})
+    blocks = range(1, -(-longest // layout.block_size) + 1)
+    widths = sorted({runner.decode_width(count) for count in blocks})
     counts = sorted({bucket(count) for count in range(1, config.max_num_seqs + 1)})
     for count in counts:
         for width in widths:

@@ -87,6 +87,7 @@ class PagedDecodeKernel:
             queries.shape[2] == 1
             and not view.pool.head_major
             and layer.bits is None
+            and layer.bits is None
             and layer.key_dim == layer.value_dim
             and layer.key_dim % 8 == 0
             and layer.key_dim <= 256

@@ -53,10 +53,11 @@ template <typename T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Ei
 """
 
 # Template constants: T, D head size, G queries per KV head, GT of them per block, KV heads, BS block size,
-# NB table width, SPLITS, WINDOW (0: none), HAS_SINKS, LP lanes per token (a power of two >= D / 8).
-# Inputs: q [B, H, D] of T, k and v [slots, KV, D] of T, tables [B, NB], bases [B], ends [B],
-# params [2] float32 (scale, softcap or 0), sinks [H] of float32.
-# Outputs: out [B, H, D] of T when SPLITS is 1, else part [B, H, SPLITS, D] and stats [B, H, SPLITS, 2], float32.
+# HAS_SINKS, LP lanes per token (a power of two >= D / 8). What changes with the batch is an input, so that one
+# compiled kernel serves all batches.
+# Inputs: q [B, H, D] of T, k and v [slots, KV, D] of T, tables [B, width], bases [B], ends [B],
+# sizes [3] int32 (table width, splits, window or 0), params [2] float32 (scale, softcap or 0), sinks [H] float32.
+# Outputs: out [B, H, D] of T (WHOLE), else part_out [B, H, splits, D] and stats [B, H, splits, 2], float32.
 DECODE_BODY = """
   constexpr int WARPS = 4;
   constexpr int TILE = 128;
@@ -77,13 +78,16 @@ DECODE_BODY = """
   const int kv_head = int(BLOCK_Y) / PARTS;
   const int first_query = kv_head * G + (int(BLOCK_Y) % PARTS) * GT;
   const int row = int(BLOCK_Z);
+  const int width = sizes[0];
+  const int splits = sizes[1];
+  const int window = sizes[2];
   const float scale = params[0];
   const float softcap = params[1];
 
   const int base = bases[row];
   const int high = ends[row] - base;
-  const int low = (WINDOW > 0 && high > WINDOW) ? high - WINDOW : 0;
-  const int share = (high - low + SPLITS - 1) / SPLITS;
+  const int low = (window > 0 && high > window) ? high - window : 0;
+  const int share = (high - low + splits - 1) / splits;
   const int begin = low + split * share;
   const int stop = begin + share < high ? begin + share : high;
 
@@ -107,7 +111,7 @@ DECODE_BODY = """
     for (int t = warp * TOKENS + sub; t < TILE; t += STEP) {
       const bool inside = t < count;
       const int position = inside ? tile + t : begin;
-      const long slot = long(tables[row * NB + position / BS]) * BS + position % BS;
+      const long slot = long(tables[row * width + position / BS]) * BS + position % BS;
       float dot[GT];
       for (int g = 0; g < GT; ++g) dot[g] = 0.0f;
       if (holds) {
@@ -156,7 +160,7 @@ DECODE_BODY = """
       _Pragma("unroll 4")
       for (int t = warp * TOKENS + sub; t < count; t += STEP) {
         const int position = tile + t;
-        const long slot = long(tables[row * NB + position / BS]) * BS + position % BS;
+        const long slot = long(tables[row * width + position / BS]) * BS + position % BS;
         const Eight<T> value = *reinterpret_cast<POOL(Eight<T>)*>(&v[(slot * KV + kv_head) * D + part * 8]);
         for (int g = 0; g < GT; ++g) {
           const float weight = scores[g * TILE + t];
@@ -180,7 +184,7 @@ DECODE_BODY = """
     float sum = 0.0f;
     for (int w = 0; w < WARPS; ++w) sum += sums[w * GT * D + i];
     const int head = row * KV * G + first_query + g;
-    if (SPLITS == 1) {
+#ifdef WHOLE
       float weight = running[g * 3 + 1];
       if (HAS_SINKS) {
         const float sink = sinks[first_query + g];
@@ -190,30 +194,31 @@ DECODE_BODY = """
         weight = weight * correction + EXP(sink - most);
       }
       out[head * D + i % D] = T(sum / weight);
-    } else {
-      part_out[(long(head) * SPLITS + split) * D + i % D] = sum;
+#else
+      part_out[(long(head) * splits + split) * D + i % D] = sum;
       if (i % D == 0) {
-        stats[(head * SPLITS + split) * 2] = running[g * 3];
-        stats[(head * SPLITS + split) * 2 + 1] = running[g * 3 + 1];
+        stats[(head * splits + split) * 2] = running[g * 3];
+        stats[(head * splits + split) * 2 + 1] = running[g * 3 + 1];
       }
-    }
+#endif
   }
 """
 
-# Combines splits. Grid: one block of D threads per (head, row). Constants: T, D, H, SPLITS, HAS_SINKS.
-# Inputs: parts [B, H, SPLITS, D], stats [B, H, SPLITS, 2], sinks [H]. Output: out [B, H, D] of T.
+# Combines splits. Grid: one block of D threads per (head, row). Constants: T, D, H, HAS_SINKS.
+# Inputs: parts [B, H, splits, D], stats [B, H, splits, 2], sizes as above, sinks [H]. Output: out [B, H, D] of T.
 COMBINE_BODY = """
+  const int splits = sizes[1];
   const int dim = int(THREAD);
   const int head = int(BLOCK_Y);
   const int index = int(BLOCK_Z) * H + head;
   float most = HAS_SINKS ? float(sinks[head]) : NEG_INF;
-  for (int s = 0; s < SPLITS; ++s) most = MAX(most, stats[(index * SPLITS + s) * 2]);
+  for (int s = 0; s < splits; ++s) most = MAX(most, stats[(index * splits + s) * 2]);
   float weight = HAS_SINKS ? EXP(float(sinks[head]) - most) : 0.0f;
   float sum = 0.0f;
-  for (int s = 0; s < SPLITS; ++s) {
-    const float correction = EXP(stats[(index * SPLITS + s) * 2] - most);
-    weight += stats[(index * SPLITS + s) * 2 + 1] * correction;
-    sum += parts[(long(index) * SPLITS + s) * D + dim] * correction;
+  for (int s = 0; s < splits; ++s) {
+    const float correction = EXP(stats[(index * splits + s) * 2] - most);
+    weight += stats[(index * splits + s) * 2 + 1] * correction;
+    sum += parts[(long(index) * splits + s) * D + dim] * correction;
   }
   out[index * D + dim] = T(sum / weight);
 """
