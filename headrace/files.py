@@ -32,18 +32,30 @@ def cache_folder(name: str = "") -> Path:
     return _private(base / name) if name else base
 
 
-def _private(folder: Path) -> Path:
+def state_folder() -> Path:
+    """Private folder for what must outlive a cleaned cache, made when missing.
+
+    It is ``$HEADRACE_STATE``, else ``$XDG_STATE_HOME/headrace``, else ``~/.local/state/headrace``. Raises
+    StartupError as ``cache_folder``.
+    """
+    override = os.environ.get("HEADRACE_STATE")
+    xdg = os.environ.get("XDG_STATE_HOME")
+    base = Path(override) if override else (Path(xdg) if xdg else Path.home() / ".local" / "state") / "headrace"
+    return _private(base, "state folder", "HEADRACE_STATE")
+
+
+def _private(folder: Path, what: str = "cache folder", variable: str = "HEADRACE_CACHE") -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
         raise StartupError(
-            f"the cache folder {folder} cannot be used ({error.strerror}); set HEADRACE_CACHE to a folder of yours"
+            f"the {what} {folder} cannot be used ({error.strerror}); set {variable} to a folder of yours"
         ) from error
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StartupError(
-            f"the cache folder {folder} belongs to another user or is writable by others; "
-            "make it yours (chmod 700) or set HEADRACE_CACHE to another folder"
+            f"the {what} {folder} belongs to another user or is writable by others; "
+            f"make it yours (chmod 700) or set {variable} to another folder"
         )
     return folder
 

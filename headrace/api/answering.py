@@ -32,6 +32,10 @@ log = logging.getLogger("headrace.api")
 class Renderer(Protocol):
     """Server-sent events of one answer."""
 
+    def begin(self) -> bytes:
+        """Before the first event; may be empty."""
+        ...
+
     def render(self, events: Iterable[Event]) -> bytes:
         """Bytes of a batch of events, in order; may be empty."""
         ...
@@ -89,6 +93,7 @@ async def whole(
 
 
 async def _chunks(running: Generation, renderer: Renderer) -> AsyncGenerator[bytes, None]:
+    yield renderer.begin()
     try:
         async with aclosing(running.events()) as batches:
             async for batch in batches:

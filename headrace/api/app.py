@@ -28,6 +28,9 @@ from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exc
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
 from headrace.api.parsers import choose_parsers
+from headrace.api.responses import routes as responses
+from headrace.api.responses.schema import ResponseFields
+from headrace.api.responses.store import ResponseStore
 from headrace.api.services import Services
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.gateway.pipeline import Pipeline
@@ -43,6 +46,11 @@ KEEP_ALIVE_S = 10.0
 ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("POST", "/v1/chat/completions", generate.create_chat_completion, ChatFields),
     ("POST", "/v1/completions", generate.create_completion, CompletionFields),
+    ("POST", "/v1/responses", responses.create_response, ResponseFields),
+    ("GET", "/v1/responses/{response_id}", responses.get_response, None),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete_response, None),
+    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, None),
+    ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None),
     ("POST", "/v1/messages", anthropic.create_message, MessagesFields),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, PromptFields),
     ("POST", "/v1/requests/{request_id}/cancel", admin.cancel, None),
@@ -105,7 +113,8 @@ def make_services(
     defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
     isolate_keys = config.prefix_isolation == "key"
     pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
-    return Services(config, engine, text, metrics, pipeline, defaults, choose_parsers(config, text))
+    store = ResponseStore(config.response_store_file, config.response_store_mb * 1024 * 1024)
+    return Services(config, engine, text, metrics, pipeline, defaults, choose_parsers(config, text), store)
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:

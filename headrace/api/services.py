@@ -9,6 +9,8 @@ from starlette.requests import Request
 
 from headrace.api.fields import shown
 from headrace.api.parsers import Parsers
+from headrace.api.responses.running import RunningResponses
+from headrace.api.responses.store import ResponseStore
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.errors import InternalFault, ModelNotFound, NotReady
 from headrace.gateway.pipeline import Pipeline
@@ -37,6 +39,8 @@ class Services:
     pipeline: Pipeline
     defaults: GenerationDefaults
     parsers: Parsers
+    responses: ResponseStore
+    running_responses: RunningResponses = field(default_factory=RunningResponses)
     started_at: float = field(default_factory=time.time)
 
     def model_limits(self) -> ModelLimits:

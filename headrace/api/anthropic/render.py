@@ -94,6 +94,10 @@ class MessageRenderer:
     def render(self, events: Iterable[Event]) -> bytes:
         return b"".join([self._render(event) for event in events])
 
+    def begin(self) -> bytes:
+        """Nothing: the message starts when its usage is known."""
+        return b""
+
     async def end(self) -> bytes:
         return b""
 

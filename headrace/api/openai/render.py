@@ -193,6 +193,9 @@ class StreamRenderer:
         """Bytes of a batch of events; may be empty."""
         return b"".join([self._render(event) for event in events])
 
+    def begin(self) -> bytes:
+        return b""
+
     async def end(self) -> bytes:
         return DONE
 

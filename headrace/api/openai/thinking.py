@@ -30,6 +30,8 @@ def effort_variables(template: str, effort: str, param: str = "reasoning_effort"
     if _mentions(template, "reasoning_effort"):
         return {"reasoning_effort": effort}
     switch = switch_of(template)
+    if switch is None and effort == "none" and "think" not in template.lower():
+        return {}
     if switch is None:
         raise InvalidRequest(
             f"{param} is not supported by this model: its chat template knows no thinking effort; leave it out",
