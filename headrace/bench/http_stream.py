@@ -3,15 +3,20 @@
 Written on asyncio streams, because a general client's cost per received piece would be measured along with the
 server. One connection per request keeps streams independent and works with servers that close after each
 answer. TLS is supported; redirects, proxies and compression are not (a load generator should meet none).
+
+Every byte has the time at which the event loop took it from the socket, so what a busy client does later does not
+move it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 _PIECE_BYTES = 65536
@@ -38,6 +43,7 @@ class Server:
     port: int
     prefix: str
     tls: bool
+    context: ssl.SSLContext | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, url: str) -> Server:
@@ -46,16 +52,56 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"not an http(s) URL: {url}")
         tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path.rstrip("/"), tls)
+        # one context for all requests: making one reads the system's certificates
+        context = ssl.create_default_context() if tls else None
+        return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path.rstrip("/"), tls, context)
+
+
+class StampedReader(asyncio.StreamReader):
+    """A stream reader that knows when the byte it gave out last had arrived (``time.perf_counter``)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=_MAX_LINE_BYTES, loop=loop)
+        self.arrived_s = 0.0
+        self._given = 0
+        self._fed = 0
+        self._marks: deque[tuple[int, float]] = deque()  # (bytes fed so far, when)
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        self._fed += len(data)
+        self._marks.append((self._fed, time.perf_counter()))
+        super().feed_data(data)
+
+    async def read(self, n: int = -1) -> bytes:
+        return self._give(await super().read(n))
+
+    async def readexactly(self, n: int) -> bytes:
+        return self._give(await super().readexactly(n))
+
+    async def readuntil(self, separator: bytes = b"\n") -> bytes:  # type: ignore[override]
+        return self._give(await super().readuntil(separator))
+
+    def _give(self, data: bytes) -> bytes:
+        self._given += len(data)
+        while self._marks and self._marks[0][0] < self._given:
+            self._marks.popleft()
+        if self._marks:
+            self.arrived_s = self._marks[0][1]
+        return data
 
 
 class Answer:
     """Status and headers (lower-case names); ``pieces`` yields the decoded body once, as it arrives."""
 
-    def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
+    def __init__(self, status: int, headers: Mapping[str, str], reader: StampedReader) -> None:
         self.status = status
         self.headers = headers
         self._reader = reader
+
+    @property
+    def arrived_s(self) -> float:
+        """When the last byte of the newest piece arrived, on ``time.perf_counter``'s clock."""
+        return self._reader.arrived_s
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Raises BodyCut, MalformedAnswer."""
@@ -90,8 +136,7 @@ async def send(
     Raises ConnectFailed, MalformedAnswer.
     """
     try:
-        context = ssl.create_default_context() if server.tls else None
-        reader, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
+        reader, writer = await _connect(server)
     except OSError as error:
         raise ConnectFailed(f"{error.strerror or type(error).__name__}") from None
     try:
@@ -106,6 +151,14 @@ async def send(
         writer.transport.abort()
 
 
+async def _connect(server: Server) -> tuple[StampedReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = StampedReader(loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, server.host, server.port, ssl=server.context)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
 def _head(server: Server, method: str, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
     host = f"[{server.host}]" if ":" in server.host else server.host
     lines = [f"{method} {server.prefix}{path} HTTP/1.1", f"Host: {host}:{server.port}", "Connection: close"]
@@ -115,7 +168,7 @@ def _head(server: Server, method: str, path: str, headers: Mapping[str, str], bo
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Answer:
+async def _read_head(reader: StampedReader) -> Answer:
     while True:
         status = _status(await _line(reader))
         headers: dict[str, str] = {}

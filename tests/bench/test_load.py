@@ -21,7 +21,8 @@ from scripted_http import (
     usage_event,
 )
 
-from headrace.bench.load import Failure, LoadOptions, LoadRequest, LoadResult, Sample, run_closed_loop
+from headrace.bench.load import LoadOptions, LoadRequest, LoadResult, run_closed_loop
+from headrace.bench.observe import Failure, Sample
 from headrace.bench.stats import summarize
 
 
