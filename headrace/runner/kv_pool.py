@@ -149,22 +149,36 @@ class KVPool:
                     array[slots] = new
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks inside their layer groups (copy-on-write), in order, in all layers of the group."""
+        """Copy whole blocks inside their layer groups (copy-on-write), in order, in all layers of the group.
+
+        Waits for the running step: a pool that is still being read when it is written would be copied as a whole.
+        """
         for batch in _independent(copies):
+            moved: list[tuple[mx.array, mx.array, mx.array]] = []
             for group in {copy.group for copy in batch}:
                 sources = self._slots_of([copy.source for copy in batch if copy.group == group])
                 targets = self._slots_of([copy.target for copy in batch if copy.group == group])
-                for index, layer in enumerate(self.layers):
-                    if layer.group == group:
-                        self._copy_slots(index, sources, targets)
+                for array in self._arrays_of(group):
+                    moved.append((array, targets, array[:, sources] if self.head_major else array[sources]))
+            mx.eval([blocks for _, _, blocks in moved])
+            for array, targets, blocks in moved:
+                if self.head_major:
+                    array[:, targets] = blocks
+                else:
+                    array[targets] = blocks
 
-    def _copy_slots(self, layer: int, sources: mx.array, targets: mx.array) -> None:
-        affine = (*self.key_affine[layer], *self.value_affine[layer])
-        for array in (self.keys[layer], self.values[layer], *affine):
-            if self.head_major:
-                array[:, targets] = array[:, sources]
-            else:
-                array[targets] = array[sources]
+    def _arrays_of(self, group: int) -> list[mx.array]:
+        return [
+            array
+            for index, layer in enumerate(self.layers)
+            if layer.group == group
+            for array in (
+                self.keys[index],
+                self.values[index],
+                *self.key_affine[index],
+                *self.value_affine[index],
+            )
+        ]
 
     def _slots_of(self, blocks: Sequence[int]) -> mx.array:
         size = self.block_size
