@@ -19,7 +19,9 @@ from headrace.text.model_text import ModelText
 
 T = TypeVar("T")
 MODEL = "scripted"
-CONFIG = ServerConfig(engine=EngineConfig(model="unused"), served_model_names=(MODEL, "alias"), response_store_mb=0)
+CONFIG = ServerConfig(
+    engine=EngineConfig(model="unused"), served_model_names=(MODEL, "alias"), response_store_mb=0
+)
 
 
 class RecordingMetrics:
