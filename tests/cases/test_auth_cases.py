@@ -10,9 +10,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OPEN = {"/health", "/ready"}
 KNOWN = {
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/m", "/tokenize", "/detokenize", "/metrics",
-    "/v1/status", "/v1/cache", "/v1/cache/stats", "/version", "/openapi.json", "/v1/messages", "/v1/responses",
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/requests/x/cancel", "/", "/docs",
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/m", "/tokenize", "/detokenize",
+    "/metrics", "/v1/status", "/v1/cache", "/v1/cache/stats", "/version", "/openapi.json", "/v1/messages",
+    "/v1/responses", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank",
+    "/v1/requests/x/cancel", "/", "/docs",
 }  # fmt: skip
 
 

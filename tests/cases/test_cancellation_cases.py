@@ -49,7 +49,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(serve: Serve) -> None:
     gateway = server.tree()[0]
     before = gateway.memory_info().rss
     with RawConnection(server.port, receive_buffer=4096) as silent:
-        body = chat_body("m", "<|s01|>", max_tokens=7000, stream=True)
+        body = chat_body("m", "<|s01|>", max_tokens=4000, stream=True)
         silent.request("POST", "/v1/chat/completions", body)
         answers = at_once(lambda _: server.client.chat("<|s01|>", max_tokens=300, stream=True), range(2), 2)
         assert [answer.text() for answer in answers] == [expected_text("s01", 300)] * 2

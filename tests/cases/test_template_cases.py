@@ -47,7 +47,7 @@ class Folders:
         self._source, self._root = source, root
 
     def __call__(self, field: object, file: str | None = None) -> Path:
-        """``field``: ``chat_template`` of tokenizer_config.json (None: left out); ``file``: chat_template.jinja."""
+        """``field``: ``chat_template`` of tokenizer_config.json (None: none); ``file``: chat_template.jinja."""
         folder = self._root / f"model{len(list(self._root.iterdir()))}"
         shutil.copytree(self._source, folder)
         path = folder / "tokenizer_config.json"

@@ -81,7 +81,7 @@ def _text(choice: dict[str, Any]) -> str:
     return choice["message"]["content"] or "" if "message" in choice else choice["text"]
 
 
-def chat_body(model: str, content: object, **fields: Any) -> dict[str, Any]:
+def chat_body(model: str, content: object, /, **fields: Any) -> dict[str, Any]:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -92,7 +92,7 @@ def chat_body(model: str, content: object, **fields: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not ABSENT}
 
 
-def completion_body(model: str, prompt: object, **fields: Any) -> dict[str, Any]:
+def completion_body(model: str, prompt: object, /, **fields: Any) -> dict[str, Any]:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 40, **fields}
     return {name: value for name, value in body.items() if value is not ABSENT}
 
