@@ -121,6 +121,40 @@ class BlockPool:
     def clear_cached(self) -> None:
         self._drop_oldest(self.num_cached)
 
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Have ``num_blocks`` blocks, at least as many as are held; cached ones go as far as they must.
+
+        Returns the moves, old id -> new id, of held and cached blocks that lay beyond the new end. Every new id was
+        free, so the copies may be made in any order.
+        """
+        if num_blocks < self.num_held:
+            raise ValueError(f"{self.num_held} blocks are held, {num_blocks} would be left")
+        self._drop_oldest(max(0, self.num_held + self.num_cached - num_blocks))
+        cached = self._cached_blocks()
+        live = sorted([block for block, refs in enumerate(self._refs) if refs] + cached)
+        room = (block for block in self._free if block <= num_blocks)
+        moves = {block: next(room) for block in live if block > num_blocks}
+        free = set(range(1, num_blocks + 1)) - {moves.get(block, block) for block in live}
+        refs = [0] * (num_blocks + 2)
+        for block in live:
+            refs[moves.get(block, block)] = self._refs[block]
+        self.index.rename(moves)
+        self.num_blocks, self.num_cached = num_blocks, 0
+        self._refs, self._free = refs, FreeRuns(num_blocks, sorted(free))
+        self._older, self._newer = [0] * (num_blocks + 1), [0] * (num_blocks + 1)
+        for block in cached:
+            self._link(moves.get(block, block))
+        return moves
+
+    def _cached_blocks(self) -> list[int]:
+        """The least recently used first."""
+        cached: list[int] = []
+        block = self._newer[NULL_BLOCK]
+        while block != NULL_BLOCK and len(cached) <= self.num_blocks:
+            cached.append(block)
+            block = self._newer[block]
+        return cached
+
     def _take_run(self, count: int, after: int | None) -> Sequence[int]:
         if after is not None and after + 1 in self._free:
             return self._free.take_at(after + 1, count)
@@ -160,11 +194,7 @@ class BlockPool:
         """Raise RuntimeError on any violated equation; ``references``: block -> tables that hold it."""
         self._free.check_integrity()
         self.index.check_integrity()
-        cached: list[int] = []
-        block = self._newer[NULL_BLOCK]
-        while block != NULL_BLOCK and len(cached) <= self.num_blocks:
-            cached.append(block)
-            block = self._newer[block]
+        cached = self._cached_blocks()
         held = {block for block, refs in enumerate(self._refs) if refs}
         if held != set(references) or any(self._refs[block] != references[block] for block in held):
             raise RuntimeError("reference counts differ from the block tables")

@@ -8,19 +8,22 @@ with its neighbours cost O(1); a heap with stale entries finds the longest run i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class FreeRuns:
-    """The free blocks of one pool, ids 1 … num_blocks; all of them at first."""
+    """The free blocks of one pool, ids 1 … num_blocks; all of them at first, or those of ``free``."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, free: Iterable[int] | None = None) -> None:
         self._length = [0] * (num_blocks + 2)  # at a run's first block: its length, elsewhere 0
         self._first = [0] * (num_blocks + 2)  # at a run's last block: its first block
         self._is_free = bytearray(num_blocks + 2)
         self._heap: list[tuple[int, int]] = []  # (-length, first block); stale where the lengths disagree
         self.count = 0
-        if num_blocks:
+        if free is not None:
+            for block in free:
+                self.add(block)
+        elif num_blocks:
             self._is_free[1 : num_blocks + 1] = b"\x01" * num_blocks
             self.count = num_blocks
             self._set_run(1, num_blocks)

@@ -299,6 +299,32 @@ class KVCacheManager:
         seq.num_computed = seq.num_confirmed = seq.num_committed = 0
         self._tables_changed(seq)
 
+    # -- size ----------------------------------------------------------------------------------------------
+
+    def smallest_sizes(self, sequence_tokens: int) -> tuple[int, ...]:
+        """Per group, blocks that a pool must keep: what is held, and room for a sequence of this length.
+
+        Pools of sliding groups are small as they are and keep their size.
+        """
+        longest = -(-sequence_tokens // self.block_size)
+        return tuple(
+            max(pool.num_held, min(longest, pool.num_blocks)) if window is None else pool.num_blocks
+            for pool, window in zip(self.pools, self._windows, strict=True)
+        )
+
+    def resize(self, num_blocks: tuple[int, ...], sequences: Iterable[Sequence]) -> tuple[dict[int, int], ...]:
+        """Have pools of these sizes (see ``smallest_sizes``); returns per group where blocks must be copied to.
+
+        ``sequences``: all that hold blocks; their tables are rewritten.
+        """
+        moves = tuple(pool.resize(count) for pool, count in zip(self.pools, num_blocks, strict=True))
+        for seq in sequences:
+            seq.tables = [
+                [moved.get(block, block) for block in table] for moved, table in zip(moves, seq.tables, strict=True)
+            ]
+            seq.table_tuples = None
+        return moves
+
     def clear_cached(self) -> None:
         for pool in self.pools:
             pool.clear_cached()

@@ -10,7 +10,7 @@ leading tokens with a prompt that diverges, or ends, inside a block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -108,6 +108,18 @@ class PrefixIndex:
         del siblings[block]
         if not siblings:
             del self._children[key]
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """Blocks were copied elsewhere: old id -> new id, which nothing findable has."""
+
+        def new(block: int) -> int:
+            return moves.get(block, block)
+
+        self._content = {new(block): content for block, content in self._content.items()}
+        self._by_digest = {digest: new(block) for digest, block in self._by_digest.items()}
+        self._children = {
+            key: dict.fromkeys(new(block) for block in siblings) for key, siblings in self._children.items()
+        }
 
     def _newest_children(self, parent: bytes, token_ids: Sequence[int]) -> Iterator[int]:
         children = self._children.get((parent, token_ids[0]), {}) if token_ids else {}

@@ -94,6 +94,7 @@ class Scheduler:
         self._newcomers_turn = False
         self._isolated: list[Sequence] = []  # unfinished ones with is_isolated, by time of their fault
         self._was_alone = False
+        self._is_open = True
         self._next_seq_id = 0
         self._steps = 0
         self._num_sequences = 0
@@ -301,14 +302,17 @@ class Scheduler:
         return True
 
     def _preempt(self, draft: _Draft, seq: Sequence) -> None:
-        """Take a sequence's blocks; it starts over behind the same tokens, usually from its own cached blocks."""
+        self._take_blocks(seq)
+        draft.preempted = True
+
+    def _take_blocks(self, seq: Sequence) -> None:
+        """It starts over behind the same tokens, usually from its own cached blocks."""
         self._running.remove(seq)
         self._kv.release(seq)
         seq.epoch += 1
         seq.status = Status.WAITING
         self._waiting.add_resumed(seq)
         self._preemptions += 1
-        draft.preempted = True
 
     def _continue_prefills(self, draft: _Draft, prefilling: list[Sequence]) -> None:
         for seq in prefilling:
@@ -368,7 +372,7 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         blocked, self._blocked = self._blocked, None
-        while not draft.preempted:
+        while not draft.preempted and (self._is_open or not self._running):
             seq = self._waiting.next()
             if seq is None or seq.num_in_flight or seq.is_isolated or not self._has_seat(seq):
                 return
@@ -582,6 +586,39 @@ class Scheduler:
             self._waiting.add_fresh(group.leader)
         else:
             self._waiting.add_resumed(group.leader)
+
+    # -- memory pressure -----------------------------------------------------------------------------------
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Usable blocks per layer group, now."""
+        return tuple(pool.num_blocks for pool in self._kv.pools)
+
+    def smallest_pools(self) -> tuple[int, ...]:
+        """Per layer group, blocks that ``resize_pools`` must leave."""
+        return self._kv.smallest_sizes(self._max_total)
+
+    def resize_pools(self, num_blocks: tuple[int, ...]) -> tuple[dict[int, int], ...]:
+        """Have pools of these sizes. Returns, per group, blocks to be copied (old id -> new id) before any step.
+
+        No launched step may be outstanding: its tables would be of the old pools.
+        """
+        if self._launched:
+            raise RuntimeError("pools cannot be resized while a step is outstanding")
+        self._watermark = tuple(math.ceil(self._config.watermark * n) for n in num_blocks)
+        self._blocked = None
+        return self._kv.resize(num_blocks, self._running)
+
+    def set_admission(self, is_open: bool) -> None:
+        """Whether sequences may start while others run; with nothing running they always may."""
+        self._is_open = is_open
+
+    def preempt_last(self) -> bool:
+        """Take the blocks of the last in order of (priority, arrival), if it is not the only one that runs."""
+        if len(self._running) < 2:
+            return False
+        self._take_blocks(self._running[-1])
+        return True
 
     # -- state ---------------------------------------------------------------------------------------------
 
