@@ -145,6 +145,8 @@ def plan_memory(
     room = budget - fixed.total
     wanted_len = config.max_model_len or model_max_len
     notes: list[str] = []
+    if wanted_len > model_max_len:
+        notes.append(f"model length {wanted_len}: beyond the {model_max_len} tokens that the model was made for")
     if config.max_cache_blocks is not None:
         num_blocks = _blocks(layout, config, config.max_cache_blocks)
         _refuse_above(_pool_bytes(layout, num_blocks), room, budget, fixed, "--max-cache-blocks", device)
