@@ -39,10 +39,11 @@ def make_runner(
     block_size: int = 4,
     head_major: bool = True,
     options: RunnerOptions | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[ModelRunner, KVLayout]:
     """A runner over ``model``, which gets a selective head."""
     install()
-    found = read_layout(model, block_size)
+    found = read_layout(model, block_size, kv_cache_dtype)
     selector, _ = substitute_head(model)
     pool = KVPool(found.layers, [num_blocks] * len(found.layout.groups), block_size, head_major=head_major)
     runner = ModelRunner(model, selector, pool, found.layout, vocab_size, options or RunnerOptions(compile=False))
