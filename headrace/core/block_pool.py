@@ -124,8 +124,8 @@ class BlockPool:
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Have ``num_blocks`` blocks, at least as many as are held; cached ones go as far as they must.
 
-        Returns the moves, old id -> new id, of held and cached blocks that lay beyond the new end. Every new id was
-        free, so the copies may be made in any order.
+        Returns the moves, old id -> new id, of held and cached blocks that lay beyond the new end. Every new id
+        was free, so the copies may be made in any order.
         """
         if num_blocks < self.num_held:
             raise ValueError(f"{self.num_held} blocks are held, {num_blocks} would be left")

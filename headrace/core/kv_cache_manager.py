@@ -319,9 +319,8 @@ class KVCacheManager:
         """
         moves = tuple(pool.resize(count) for pool, count in zip(self.pools, num_blocks, strict=True))
         for seq in sequences:
-            seq.tables = [
-                [moved.get(block, block) for block in table] for moved, table in zip(moves, seq.tables, strict=True)
-            ]
+            pairs = zip(moves, seq.tables, strict=True)
+            seq.tables = [[moved.get(block, block) for block in table] for moved, table in pairs]
             seq.table_tuples = None
         return moves
 

@@ -113,6 +113,15 @@ class FakeRunner:
         self.last_sampled = sampled
         return StepResult(output.step_id, sampled, failed, logprobs, self.cost_s(output))
 
+    def resize(self, num_blocks: tuple[int, ...], moves: tuple[dict[int, int], ...]) -> None:
+        """Blocks move; what lies beyond the new end is gone."""
+        kept = {}
+        for (group, block, offset), entry in self.kv.items():
+            new = moves[group].get(block, block)
+            if new <= num_blocks[group] and (block in moves[group] or block not in moves[group].values()):
+                kept[group, new, offset] = entry
+        self.kv, self.num_blocks = kept, num_blocks
+
     def run_row(
         self,
         row: ScheduledRow,
@@ -200,6 +209,7 @@ class Engine:
         self.config = config
         self.is_ahead = is_ahead
         self.layout = kv_layout
+        self.planned = num_blocks
         self.scheduler = Scheduler(config, kv_layout, num_blocks)
         self.runner = FakeRunner(kv_layout, num_blocks)
         self.pending: StepResult | None = None
@@ -223,6 +233,23 @@ class Engine:
         for key, got in self.received.items():
             if key[0] == request_id and index in (None, key[1]) and got.finish is None:
                 self.aborted.add(key)
+        self.scheduler.check_integrity()
+
+    def settle(self) -> None:
+        """Take in the outstanding result."""
+        if self.pending is not None:
+            for sequence_output in self.scheduler.update(self.pending, self.now):
+                self.receive(sequence_output)
+            self.scheduler.check_integrity()
+            self.pending = None
+
+    def resize(self, shares: float) -> None:
+        """Pools of this share between the smallest that is allowed and the planned ones."""
+        self.settle()
+        smallest = self.scheduler.smallest_pools()
+        most = [max(pair) for pair in zip(self.planned, smallest, strict=True)]
+        sizes = tuple(low + int((high - low) * shares) for low, high in zip(smallest, most, strict=True))
+        self.runner.resize(sizes, self.scheduler.resize_pools(sizes))
         self.scheduler.check_integrity()
 
     def step(self) -> SchedulerOutput:

@@ -50,7 +50,8 @@ def random_prompt(rng: random.Random, prompts: list[list[int]], longest: int) ->
 class Trace:
     """One random history of one engine."""
 
-    def __init__(self, seed: int, *, failures: bool) -> None:
+    def __init__(self, seed: int, *, failures: bool, pressed: bool = False) -> None:
+        self.pressed = pressed
         self.rng = random.Random(seed)
         self.engine = random_engine(self.rng)
         self.prompts: list[list[int]] = []
@@ -106,10 +107,24 @@ class Trace:
                 self.abort()
             elif dice < 0.37:
                 self.engine.scheduler.clear_prefix_cache()
+            elif self.pressed and dice < 0.45:
+                self.press()
             else:
                 self.engine.step()
+        self.engine.scheduler.set_admission(True)
         self.engine.run(at_most=20_000)
         self.engine.check_outputs()
+
+    def press(self) -> None:
+        """What memory pressure may do at any moment."""
+        scheduler = self.engine.scheduler
+        match self.rng.randrange(4):
+            case 0:
+                scheduler.preempt_last()
+            case 1:
+                scheduler.set_admission(self.rng.random() < 0.5)
+            case _:
+                self.engine.resize(self.rng.choice([0.0, 0.0, self.rng.random(), 1.0]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,6 +137,12 @@ def test_every_output_is_the_undisturbed_one(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_failing_rows_take_nobody_along(seed: int) -> None:
     Trace(seed, failures=True).run(events=80)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_memory_pressure_changes_no_output(seed: int) -> None:
+    Trace(seed, failures=seed % 4 == 0, pressed=True).run(events=100)
 
 
 @pytest.mark.slow
