@@ -58,6 +58,7 @@ async def status(request: Request) -> Response:
             "detail": state.detail,
             "models": house.config.served_model_names,
             "uptime_s": round(time.time() - house.started_at, 1),
+            "parsers": {"tool_calls": house.parsers.tools, "reasoning": house.parsers.reasoning},
             "requests_in_flight": house.pipeline.num_running,
             "worker_restarts": state.restarts,
             "worker_reloads": state.reloads,

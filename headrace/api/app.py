@@ -8,6 +8,7 @@ the OpenAPI document from the same structs that decode them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,6 +40,8 @@ from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text.model_text import ModelText
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+log = logging.getLogger("headrace.api")
 
 KEEP_ALIVE_S = 10.0
 
@@ -114,7 +117,9 @@ def make_services(
     isolate_keys = config.prefix_isolation == "key"
     pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
     store = ResponseStore(config.response_store_file, config.response_store_mb * 1024 * 1024)
-    return Services(config, engine, text, metrics, pipeline, defaults, choose_parsers(config, text), store)
+    parsers = choose_parsers(config, text)
+    log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
+    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store)
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:

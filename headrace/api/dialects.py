@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 from headrace.api.errors import error_headers, openai_error_bytes
 from headrace.api.request_scope import shown_id
-from headrace.errors import RequestError
+from headrace.errors import ContextLengthExceeded, RequestError
 
 _ANTHROPIC_ROOT = "/v1/messages"
 _OVERLOADED = 529
@@ -42,5 +42,7 @@ def error_response(error: RequestError, scope: Scope) -> Response:
 def anthropic_error_bytes(error: RequestError, request_id: str) -> bytes:
     """``{"type": "error", "error": {type, message}, "request_id"}``."""
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
-    content = {"type": _ANTHROPIC_KINDS.get(error.status, fallback), "message": error.message}
+    # Clients of this dialect know a full context by these words, and shorten the conversation.
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
+    content = {"type": _ANTHROPIC_KINDS.get(error.status, fallback), "message": message}
     return msgspec.json.encode({"type": "error", "error": content, "request_id": request_id})

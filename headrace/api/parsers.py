@@ -28,7 +28,13 @@ class Parsers:
         return "" if self.reasoning is None else reasoning_parsers.opening_of(self.reasoning, prompt)
 
     def options(
-        self, tools: Sequence[dict[str, Any]] | None, *, opened: str, whole_calls: bool, parallel: bool
+        self,
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        opened: str,
+        whole_calls: bool,
+        parallel: bool,
+        hides_reasoning: bool,
     ) -> AnswerOptions | None:
         """For one request; ``tools`` are those that its template shows. None: nothing is to be parsed."""
         tool_parser = self.tools if tools else None
@@ -41,6 +47,7 @@ class Parsers:
             opened=opened,
             whole_calls=whole_calls,
             parallel=parallel,
+            hides_reasoning=hides_reasoning,
         )
 
 

@@ -24,6 +24,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         opened: what the prompt already holds of the answer.
         whole_calls: calls come only when complete; a broken one is content.
         parallel: False: the sequence ends with its first call.
+        hides_reasoning: thinking is counted and not shown.
     """
 
     reasoning: str | None = None
@@ -32,6 +33,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     opened: str = ""
     whole_calls: bool = False
     parallel: bool = True
+    hides_reasoning: bool = False
 
     def make_parser(self) -> AnswerParser:
         return answer_parser(
@@ -55,6 +57,7 @@ class ParsedText:
     def __init__(self, index: int, options: AnswerOptions) -> None:
         self._index = index
         self._parser = options.make_parser()
+        self._hides_reasoning = options.hides_reasoning
         self._events: list[parsed.Event] = []
         self._unclaimed = 0
         self.reasoning_tokens = 0
@@ -98,6 +101,8 @@ class ParsedText:
             elif isinstance(event, parsed.ToolCallStart):
                 self.num_calls += 1
             self._unclaimed = 0
+        if self._hides_reasoning:
+            events = [event for event in events if not isinstance(event, parsed.Reasoning)]
         self._events += events
 
     def _event(self, run: list[parsed.Event]) -> Event:

@@ -50,14 +50,11 @@ def chat_fields(fields: PromptFields, template_of: Callable[[bool], str]) -> Cha
         parallel_tool_calls=parallel,
         continue_final_message=is_open or None,
         chat_template_kwargs=_template_variables(fields, template_of(bool(tools))) or None,
+        # With thinking off, what a model thinks all the same (its template cannot stop it) is left out.
+        include_reasoning=(fields.thinking or {}).get("type") != "disabled",
         response_format=_response_format(fields.output_config),
         **sampling,
     )
-
-
-def hides_thinking(fields: PromptFields) -> bool:
-    """Thinking is off: what the model thinks all the same (its template cannot stop it) is left out."""
-    return (fields.thinking or {}).get("type") == "disabled"
 
 
 # -- messages ------------------------------------------------------------------------------------------

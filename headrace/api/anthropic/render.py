@@ -49,14 +49,12 @@ class MessageShape:
         id: of the message.
         model: the name that was asked for.
         prompt_tokens: of the whole prompt.
-        thinking: whether thinking blocks are shown.
         request_id: for errors.
     """
 
     id: str
     model: str
     prompt_tokens: int
-    thinking: bool
     request_id: str
 
 
@@ -109,7 +107,7 @@ class MessageRenderer:
             case TextDelta():
                 return self._piece("text", event.text) if event.text else b""
             case ReasoningDelta():
-                return self._piece("thinking", event.text) if self._shape.thinking else b""
+                return self._piece("thinking", event.text)
             case CallStarted():
                 return self._open_call(event)
             case CallArguments():

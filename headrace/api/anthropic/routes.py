@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.answering import receive, streamed, whole
-from headrace.api.anthropic.chat import chat_fields, hides_thinking
+from headrace.api.anthropic.chat import chat_fields
 from headrace.api.anthropic.render import MessageRenderer, MessageShape
 from headrace.api.anthropic.schema import MessagesFields, PromptFields, count_unknown, refuse_unsupported
 from headrace.api.fields import convert
@@ -31,7 +31,6 @@ async def create_message(request: Request) -> Response:
         id=generation.id,
         model=fields.model,
         prompt_tokens=len(generation.prompts[0].token_ids),
-        thinking=not hides_thinking(fields),
         request_id=shown_id(request.scope),
     )
     renderer = MessageRenderer(shape)

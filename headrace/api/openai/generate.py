@@ -33,8 +33,8 @@ async def create_chat_completion(request: Request) -> Response:
     fields = _checked(house, body, ChatFields)
     model = house.served_name(fields.model)
     generation = await chat_request(house, fields, arrival, house.model_limits())
-    shows = generation.text.answer is not None and generation.text.answer.reasoning is not None
-    shows = shows and fields.include_reasoning is not False
+    answer = generation.text.answer
+    shows = answer is not None and answer.reasoning is not None and not answer.hides_reasoning
     shape = _shape(fields, generation, model, chat=True, logprobs=bool(fields.logprobs), reasoning=shows)
     return await _answer(request, house, generation, shape, bool(fields.stream))
 

@@ -94,6 +94,7 @@ async def chat_request(
         opened=prompt.opened,
         whole_calls=whole_calls,
         parallel=fields.parallel_tool_calls is not False,
+        hides_reasoning=fields.include_reasoning is False,
     )
     return _generation_request(
         services, fields, [prompt.token_ids], arrival, limits, f"{prefix}{arrival.id}", answer

@@ -259,8 +259,6 @@ class StreamRenderer:
         return self._chunk([choice])
 
     def _thought(self, event: ReasoningDelta) -> bytes:
-        if not self._shape.reasoning:
-            return b""
         if self._plain and self._begun[event.index]:
             before, between, after = self._thought_frames[event.index]
             text = encode(event.text)
