@@ -3,6 +3,7 @@
 HeadraceError
 ├── StartupError            permanent fault at start (files, configuration, memory): one line, exit code 2
 │   └── ModelFileError      a model's files are missing, broken or unsupported
+├── GrammarError            a grammar cannot be compiled, or nothing fits it: one line that says why
 └── RequestError            a request that is refused; carries what every API dialect needs to render it
     ├── InvalidRequest      400
     │   └── ContextLengthExceeded
@@ -30,6 +31,10 @@ class StartupError(HeadraceError):
 
 class ModelFileError(StartupError):
     """A model's files are missing, incomplete, inconsistent or of an unknown kind."""
+
+
+class GrammarError(HeadraceError):
+    """A grammar cannot be used; ``str(error)`` is one line that says why."""
 
 
 class RequestError(HeadraceError):

@@ -11,6 +11,15 @@ import msgspec
 MAX_LOGPROBS = 20
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """A form that the output must have, from its first token to its end.
+
+    ``text``: JSON, llguidance's ``{"grammars": [...]}``; built in ``headrace.text.grammars``.
+    """
+
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Resolved parameters of one request; every sequence of the request shares them.
 
@@ -30,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             plus what the client named).
         logprobs: None: not asked; k >= 0: the chosen token's logprob and the k most likely ones.
         prompt_logprobs: the same for prompt positions.
+        grammar: only tokens that it allows may be sampled; None: any.
     """
 
     max_tokens: int
@@ -47,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def uses_history(self) -> bool:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "headrace"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # From the top down; a module imports from its own room and from those after it.
-ROOMS = ("cli", "api", "gateway", "text", "worker", "runner", "checkpoint", "core", "")
+ROOMS = ("cli", "api", "gateway", "worker", "runner", "text", "checkpoint", "core", "")
 WITHOUT_MLX = ("api", "gateway", "text", "checkpoint", "core", "")
 MLX_NAMES = ("mlx", "mlx_lm", "transformers", "torch")
 # What gateway and worker share: their messages, and the note that a dying worker leaves.

@@ -487,6 +487,9 @@ class Scheduler:
         seq.num_in_flight -= row.samples
         if row.epoch < seq.void_epoch:
             return None
+        if seq.seq_id in result.refused:
+            self._drop(seq)
+            return seq.output([], [], FinishReason.ERROR, result.refused[seq.seq_id])
         if error is not None and not seq.is_isolated and seq.num_faults < MAX_FAULTS:
             self._isolate(seq)
             return None

@@ -100,7 +100,7 @@ class Sequence:
         self.order = (request.priority, seq_id)
         self.params: SamplingParams = request.params
         self.seed = sequence_seed(request.params.seed, index)
-        self.uses_history = request.params.uses_history
+        self.uses_history = request.params.uses_history or request.params.grammar is not None
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.token_ids: list[int] = [*request.prompt_token_ids, *emitted]
         self.num_prompt_tokens = len(request.prompt_token_ids)

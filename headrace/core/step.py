@@ -14,7 +14,7 @@ Token range of one row:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -37,8 +37,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
         seed: of this sequence.
         params: sampling parameters.
         num_prompt_tokens: where output begins (penalties count output tokens, min_tokens).
-        history: all tokens known on the host (prompt and output), only when ``params.uses_history``; a token
-            still on the device is missing at its end and the runner adds it.
+        history: all tokens known on the host (prompt and output), only when ``params.uses_history`` or there is a
+            grammar; a token still on the device is missing at its end and the runner adds it.
         prompt_targets: the prompt tokens at start + 1 … whose logprobs are wanted from this row, in order; at
             most num_tokens, one fewer at the prompt's end; empty when the request did not ask. The step
             result's ``prompt_logprobs`` has one entry for each. Rows that have some are in ``prefill``.
@@ -110,6 +110,7 @@ class StepResult:
         failed: seq_id -> one line; the row released nothing (non-finite logits, a fault of its own).
         prompt_logprobs: seq_id -> logprobs of the row's ``prompt_targets``, when it has some.
         duration_s: device time between launch and result, as seen by the host.
+        refused: seq_id -> one line; the row's own demands cannot be met, and trying again would not help.
     """
 
     step_id: int
@@ -117,3 +118,4 @@ class StepResult:
     failed: dict[int, str]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     duration_s: float
+    refused: dict[int, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_kernel
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.device import Device, read_device
+from headrace.runner.grammar_masks import GrammarMasks
 from headrace.runner.kv_layout import ModelLayout, read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import LoadedModel, load_model
@@ -37,6 +38,8 @@ from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 from headrace.runner.warm_up import warm_up
+from headrace.text import model_text
+from headrace.text.grammars.compiler import GrammarCompiler
 
 log = logging.getLogger("headrace.runner")
 
@@ -65,6 +68,7 @@ class BuiltRunner:
     layout: KVLayout
     num_blocks: tuple[int, ...]
     ready_info: ReadyInfo
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         head_major=prepared.head_major,
     )
     mx.eval(pool.state)
+    grammars = GrammarCompiler(lambda: model_text.load(config.model))
     runner = ModelRunner(
         prepared.loaded.model,
         prepared.selector,
@@ -109,6 +114,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         prepared.found.layout,
         prepared.vocab_size,
         prepared.options,
+        GrammarMasks(grammars, prepared.vocab_size),
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
     return BuiltRunner(
@@ -123,6 +129,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
             attention=prepared.attention,
             plan=plan.numbers(),
         ),
+        grammars,
     )
 
 

@@ -5,14 +5,18 @@ The graph of step k+1 is built while step k runs; it is *started* when step k's 
 a pool is updated in place only while nothing else refers to it. A decode row whose token was sampled by step k
 takes it from step k's array of tokens, on the device.
 
+Rows with a grammar are the exception to building ahead: their masks need step k's tokens on the host. The sampling
+of such a step is built when step k has been read and step k+1's forwards have been started, so the masks are made
+while the device computes. All rows of the step then wait for that sampling, none for another forward.
+
 The runner never sees a queue, and keeps nothing about a sequence that it could not rebuild from the next row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +25,7 @@ import numpy as np
 from headrace.core.layout import KVLayout
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from headrace.request import TokenLogprobs
+from headrace.runner.grammar_masks import GrammarMasks, StepMasks
 from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
@@ -57,9 +62,20 @@ class RunnerOptions:
     decode_kernel: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsampled:
+    """What a step's sampling is made of, while it waits for masks: logits and fed tokens, in parts."""
+
+    logits: list[mx.array]
+    inputs: list[mx.array]
+
+
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. ``result()`` waits for it and starts the step launched after it."""
+    """A launched step. ``result()`` waits for it and starts the step launched after it.
+
+    ``unsampled``: set until the step starts, where rows have grammars. ``refused``: rows whose grammars fail.
+    """
 
     runner: ModelRunner
     output: SchedulerOutput
@@ -67,6 +83,8 @@ class StepHandle:
     sampled: Sampled | None
     prompt_logprobs: dict[int, list[LogprobArrays]]
     started_at: float = 0.0
+    unsampled: _Unsampled | None = None
+    refused: dict[int, str] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         return self.runner.finish(self)
@@ -82,6 +100,7 @@ class ModelRunner:
         layout: layer groups and block size, as the scheduler sees them.
         vocab_size: width of the logits.
         options: see ``RunnerOptions``.
+        grammars: makes masks for rows with a grammar; None: there are no such rows.
     """
 
     def __init__(
@@ -92,8 +111,10 @@ class ModelRunner:
         layout: KVLayout,
         vocab_size: int,
         options: RunnerOptions,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._model = model
+        self._grammars = grammars
         self._selector = selector
         self._pool = pool
         self._vocab_size = vocab_size
@@ -135,12 +156,13 @@ class ModelRunner:
             rows += output.decode
             logits.append(found)
             inputs.append(tokens)
-        sampled = self._sample(rows, logits, inputs) if rows else None
-        handle = StepHandle(self, output, rows, sampled, prompt_logprobs)
-        if sampled is not None:
-            self._newest = (sampled.tokens, {row.seq_id: index for index, row in enumerate(rows)})
+        handle = StepHandle(self, output, rows, None, prompt_logprobs)
+        if any(row.params.grammar is not None for row in rows):
+            handle.unsampled = _Unsampled(logits, inputs)
+        elif rows:
+            self._take_sampled(handle, self._sample(rows, logits, inputs))
         if self._running is None:
-            self._start(handle)
+            self._start(handle, {})
         else:
             self._pending = handle
         return handle
@@ -154,13 +176,29 @@ class ModelRunner:
         self._running = None
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._start(pending)
+            self._start(pending, {} if pending.unsampled is None else _sampled_tokens(handle))
         return _to_host(handle, duration)
 
-    def _start(self, handle: StepHandle) -> None:
+    def _start(self, handle: StepHandle, newest: Mapping[int, int]) -> None:
+        """Start a step; ``newest``: the tokens of the step before it, for grammars."""
         handle.started_at = time.perf_counter()
         self._running = handle
+        if handle.unsampled is not None:
+            self._sample_with_masks(handle, handle.unsampled, newest)
         mx.async_eval(self._arrays(handle) + self._pool.state)  # type: ignore[no-untyped-call]
+
+    def _sample_with_masks(self, handle: StepHandle, parts: _Unsampled, newest: Mapping[int, int]) -> None:
+        """Start the forwards, make the masks meanwhile, then build the sampling."""
+        assert self._grammars is not None, "a row has a grammar and the runner cannot make masks"
+        mx.async_eval(parts.logits + self._arrays(handle) + self._pool.state)  # type: ignore[no-untyped-call]
+        masks = self._grammars.masks(handle.rows, newest)
+        handle.refused = {} if masks is None else masks.refused
+        handle.unsampled = None
+        self._take_sampled(handle, self._sample(handle.rows, parts.logits, parts.inputs, masks))
+
+    def _take_sampled(self, handle: StepHandle, sampled: Sampled) -> None:
+        handle.sampled = sampled
+        self._newest = (sampled.tokens, {row.seq_id: index for index, row in enumerate(handle.rows)})
 
     @staticmethod
     def _arrays(handle: StepHandle) -> list[mx.array]:
@@ -304,9 +342,16 @@ class ModelRunner:
         taken = newest[mx.array(np.maximum(source, 0))]
         return mx.where(mx.array(source >= 0), taken, mx.array(host))
 
-    def _sample(self, rows: list[ScheduledRow], logits: list[mx.array], inputs: list[mx.array]) -> Sampled:
-        batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES)
-        if batch.random is not None and batch.random.truncation is not None and self._running is not None:
+    def _sample(
+        self,
+        rows: list[ScheduledRow],
+        logits: list[mx.array],
+        inputs: list[mx.array],
+        masks: StepMasks | None = None,
+    ) -> Sampled:
+        batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES, masks)
+        truncates = batch.random is not None and batch.random.truncation is not None
+        if truncates and masks is None and self._running is not None:
             # Truncation may have to look at values before it goes on; the running step must be over by then.
             mx.eval(self._arrays(self._running))
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
@@ -339,6 +384,14 @@ def _part_of(row: ScheduledRow, first: int, count: int) -> ScheduledRow:
 # -- results -----------------------------------------------------------------------------------------------
 
 
+def _sampled_tokens(handle: StepHandle) -> dict[int, int]:
+    """seq_id -> token of a finished step."""
+    if handle.sampled is None:
+        return {}
+    tokens: list[int] = np.array(handle.sampled.tokens).tolist()
+    return {row.seq_id: token for row, token in zip(handle.rows, tokens, strict=True)}
+
+
 def _to_host(handle: StepHandle, duration: float) -> StepResult:
     """Read a finished step's arrays."""
     sampled: dict[int, SampledToken] = {}
@@ -353,6 +406,8 @@ def _to_host(handle: StepHandle, duration: float) -> StepResult:
             entry = None
             if row.params.logprobs is not None:
                 entry = _cut(next(logprobs), row.params.logprobs)
+            if row.seq_id in handle.refused:
+                continue
             if good:
                 sampled[row.seq_id] = SampledToken(token, entry)
             else:
@@ -361,7 +416,7 @@ def _to_host(handle: StepHandle, duration: float) -> StepResult:
         seq_id: [_cut(entry, len(entry.top)) for piece in pieces for entry in _logprob_lists(*piece)]
         for seq_id, pieces in handle.prompt_logprobs.items()
     }
-    return StepResult(handle.output.step_id, sampled, failed, prompt, duration)
+    return StepResult(handle.output.step_id, sampled, failed, prompt, duration, handle.refused)
 
 
 def _logprob_lists(chosen: mx.array | None, ids: mx.array | None, values: mx.array | None) -> list[TokenLogprobs]:

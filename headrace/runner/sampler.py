@@ -3,7 +3,7 @@
 A row's next token is the argmax of its logits (temperature 0), or of ``logits / temperature + Gumbel noise``
 over the tokens that truncation keeps (the Gumbel-max trick: this draws from the softmax). The noise is a hash of
 (seed, position, token id), so a request draws the same tokens alone, in any batch, after a preemption and
-after a restart. Order: penalties, logit bias and bans; temperature; min-p, top-k, top-p; noise.
+after a restart. Order: penalties, logit bias, bans and masks; temperature; min-p, top-k, top-p; noise.
 
 Nothing is computed that no row asks for: rows are selected first (noise for rows with a temperature, counts
 for rows with penalties, logprobs for rows that want them), and a batch of greedy rows is one argmax.
@@ -164,9 +164,18 @@ def _edit(edits: LogitEdits, inputs: mx.array | None, logits: mx.array) -> mx.ar
         allowed = mx.zeros(logits.shape, mx.bool_)
         allowed[mx.array(edits.allowed_rows), mx.array(edits.allowed_ids)] = True
         logits = mx.where(allowed | ~mx.array(edits.allow_only)[:, None], logits, -mx.inf)
+    if edits.mask_rows is not None and edits.mask_words is not None:
+        logits = _replace_rows(logits, edits.mask_rows, partial(_mask, mx.array(edits.mask_words)))
     if edits.banned_rows is not None:
         logits[mx.array(edits.banned_rows), mx.array(edits.banned_ids)] = mx.array(-mx.inf)
     return logits
+
+
+def _mask(words: mx.array, logits: mx.array) -> mx.array:
+    """-inf where a row's bit is not set: ``words [R, ceil(V / 32)]`` uint32, ``logits [R, V]``."""
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]]
+    return mx.where(allowed.astype(mx.bool_), logits, -mx.inf)
 
 
 def _penalize(history: History, index: mx.array, inputs: mx.array | None, logits: mx.array) -> mx.array:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.step import ScheduledRow
+from headrace.runner.grammar_masks import StepMasks
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 Floats = npt.NDArray[np.float32]
@@ -60,7 +61,10 @@ class History:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Rows whose logits change before sampling; ``*_rows`` index into ``rows``. Fields are None where unused."""
+    """Rows whose logits change before sampling; ``*_rows`` index into ``rows``. Fields are None where unused.
+
+    ``mask_words`` ``[len(mask_rows), ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32`` allows token i.
+    """
 
     rows: list[int]
     history: History | None = None
@@ -72,6 +76,8 @@ class LogitEdits:
     allowed_rows: list[int] | None = None
     allowed_ids: list[int] = field(default_factory=list)
     allow_only: list[bool] = field(default_factory=list)
+    mask_rows: list[int] | None = None
+    mask_words: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(slots=True)
@@ -84,9 +90,12 @@ class SamplingBatch:
     num_top: int = 0
 
 
-def build_sampling_batch(rows: Sequence[ScheduledRow], vocab_size: int, small_top_k: int) -> SamplingBatch:
-    """Gather what ``rows`` (one per row of logits, in that order) ask for."""
-    batch = SamplingBatch(random=_random_rows(rows, vocab_size, small_top_k), edits=_edits(rows, vocab_size))
+def build_sampling_batch(
+    rows: Sequence[ScheduledRow], vocab_size: int, small_top_k: int, masks: StepMasks | None = None
+) -> SamplingBatch:
+    """Gather what ``rows`` (one per row of logits, in that order) ask for; ``masks``: of those with a grammar."""
+    edits = _edits(rows, vocab_size, masks)
+    batch = SamplingBatch(random=_random_rows(rows, vocab_size, small_top_k), edits=edits)
     for index, row in enumerate(rows):
         if row.params.logprobs is not None:
             batch.logprob_rows.append(index)
@@ -129,17 +138,22 @@ def _random_rows(rows: Sequence[ScheduledRow], vocab_size: int, small_top_k: int
     )
 
 
-def _edits(rows: Sequence[ScheduledRow], vocab_size: int) -> LogitEdits | None:
-    chosen = [index for index, row in enumerate(rows) if _is_edited(row)]
+def _edits(rows: Sequence[ScheduledRow], vocab_size: int, masks: StepMasks | None) -> LogitEdits | None:
+    masked = [] if masks is None else masks.rows
+    ending = frozenset[int]() if masks is None else masks.ending
+    chosen = [index for index, row in enumerate(rows) if index in masked or _is_edited(row)]
     if not chosen:
         return None
     edits = LogitEdits(chosen)
     picked = [rows[index] for index in chosen]
+    if masks is not None:
+        edits.mask_rows = [chosen.index(index) for index in masked]
+        edits.mask_words = masks.words
     if any(row.params.uses_history for row in picked):
         _add_history(edits, picked, vocab_size)
     _add_bias(edits, picked)
     _add_allowed(edits, picked)
-    _add_banned(edits, picked)
+    _add_banned(edits, picked, {chosen.index(index) for index in ending})
     return edits
 
 
@@ -153,7 +167,7 @@ def _bans_stops(row: ScheduledRow) -> bool:
 
 
 def _add_history(edits: LogitEdits, rows: list[ScheduledRow], vocab_size: int) -> None:
-    longest = max((len(row.history) for row in rows), default=0)
+    longest = max((len(row.history) for row in rows if row.params.uses_history), default=0)
     history = np.full((len(rows), max(longest, 1)), vocab_size, np.int32)
     is_output = np.zeros(history.shape, np.float32)
     for index, row in enumerate(rows):
@@ -188,9 +202,13 @@ def _add_allowed(edits: LogitEdits, rows: list[ScheduledRow]) -> None:
         edits.allow_only = [bool(row.params.allowed_token_ids) for row in rows]
 
 
-def _add_banned(edits: LogitEdits, rows: list[ScheduledRow]) -> None:
+def _add_banned(edits: LogitEdits, rows: list[ScheduledRow], ending: set[int]) -> None:
+    """``ending``: rows whose grammar is complete; they end, whatever ``min_tokens`` says."""
     entries = [
-        (index, token) for index, row in enumerate(rows) if _bans_stops(row) for token in row.params.stop_token_ids
+        (index, token)
+        for index, row in enumerate(rows)
+        if _bans_stops(row) and index not in ending
+        for token in row.params.stop_token_ids
     ]
     if entries:
         edits.banned_rows = [index for index, _ in entries]

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from headrace.core.scheduler import Rejection, Scheduler
 from headrace.core.step import SchedulerOutput, StepResult
 from headrace.request import EngineRequest, SequenceOutput
+from headrace.worker.grammar_queue import Compiler, GrammarQueue
 from headrace.worker.protocol import (
     AbortRequest,
     Accepted,
@@ -72,6 +73,7 @@ class Engine:
     Args:
         record: told which requests are in flight before each launch.
         read_memory: current device memory, read once per step.
+        grammars: compiles the grammars of requests; None: the runner takes none.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class Engine:
         record: StepRecord,
         read_memory: Callable[[], MemoryUse] = MemoryUse,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Compiler | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._record = record
         self._read_memory = read_memory
         self._clock = clock
+        self._compiling = GrammarQueue(grammars)
         self._in_flight: _Launched | None = None
         self._running: frozenset[str] = frozenset()  # requests of the step in flight, and those beside it
         self._answering: set[str] = set()  # those of them that have sampled a token
@@ -95,7 +99,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._in_flight is not None or self._scheduler.has_work()
+        return self._in_flight is not None or self._scheduler.has_work() or len(self._compiling) > 0
 
     def step(self) -> StepOutputs | None:
         """Launch the next step, then take in the one before. None: there was nothing to do."""
@@ -135,15 +139,35 @@ class Engine:
         )
 
     def handle(self, message: ToWorker) -> Accepted | Rejected | None:
-        """Obey one message; a request's own fault is an answer, never an exception."""
+        """Obey one message; a request's own fault is an answer, never an exception.
+
+        A request with a grammar is answered by ``compiled``.
+        """
         match message:
+            case AddRequest(request) if request.params.grammar is not None:
+                self._compiling.add(request)
             case AddRequest(request):
                 return self._add(request)
             case AbortRequest(request_id, index):
+                if index is None:
+                    self._compiling.drop(request_id)
                 self._scheduler.abort(request_id, index)
             case ClearPrefixCache():
                 self._scheduler.clear_prefix_cache()
         return None
+
+    def compiled(self) -> list[Accepted | Rejected]:
+        """Queue the requests whose grammars are ready; the answers to them."""
+        answers: list[Accepted | Rejected] = []
+        for request, error in self._compiling.done():
+            if error is None:
+                answers.append(self._add(request))
+            else:
+                message = f"The demanded form of the answer cannot be used: {error}"
+                answers.append(
+                    Rejected(request_id=request.id, status=400, code="invalid_grammar", message=message)
+                )
+        return answers
 
     # -- inside
 

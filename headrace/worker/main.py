@@ -34,9 +34,8 @@ def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
         attention=info.attention,
         plan=info.plan,
     )
-    return LoadedEngine(
-        Scheduler(built.scheduler_config, built.layout, built.num_blocks), built.runner, ready, _memory
-    )
+    scheduler = Scheduler(built.scheduler_config, built.layout, built.num_blocks)
+    return LoadedEngine(scheduler, built.runner, ready, _memory, built.grammars)
 
 
 def _memory() -> MemoryUse:

@@ -23,6 +23,7 @@ from headrace.config import EngineConfig
 from headrace.core.scheduler import Scheduler
 from headrace.errors import StartupError
 from headrace.worker.engine import Engine, MemoryUse, Runner
+from headrace.worker.grammar_queue import Compiler
 from headrace.worker.lifeline import end_with_parent
 from headrace.worker.mailbox import HeartbeatThread, Mailbox
 from headrace.worker.protocol import (
@@ -53,6 +54,7 @@ class LoadedEngine:
     runner: Runner
     ready: Ready
     read_memory: Callable[[], MemoryUse] = MemoryUse
+    grammars: Compiler | None = None
 
 
 Load = Callable[[EngineConfig, Progress], LoadedEngine]
@@ -74,7 +76,8 @@ def run_worker(load: Load) -> int:
     heartbeat.start()
     try:
         loaded = load(start.engine, lambda stage, fraction: mailbox.send(LoadProgress(stage, fraction)))
-        engine = Engine(loaded.scheduler, loaded.runner, StepRecord(start.record), loaded.read_memory)
+        record = StepRecord(start.record)
+        engine = Engine(loaded.scheduler, loaded.runner, record, loaded.read_memory, grammars=loaded.grammars)
         mailbox.send(loaded.ready)
         return serve(engine, mailbox, heartbeat)
     except StartupError as error:
@@ -109,6 +112,8 @@ def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread) -> int:
                     return 0
                 if (answer := engine.handle(message)) is not None:
                     mailbox.send(answer)
+            for answer in engine.compiled():
+                mailbox.send(answer)
             outputs = engine.step()
         except Exception as error:
             log.exception("step poisoned")
