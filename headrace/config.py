@@ -25,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         prefix_cache_share: see above.
         prefill_step_size: prompt tokens per step, at most.
         max_decode_stall_ms: longest pause that a prefill chunk may put between two tokens of a running stream;
-            None: no bound.
+            0 or None: no bound.
         max_queue: requests waiting, at most; further ones are refused.
         continuous_batching: False: one request at a time.
         compile: whether the decode step is compiled; None: by device.
@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_bytes: int | None = None
     prefix_cache_share: float = 0.20
     prefill_step_size: int = 2048
-    max_decode_stall_ms: float | None = None
+    max_decode_stall_ms: float | None = 250.0
     max_queue: int = 64
     continuous_batching: bool = True
     compile: bool | None = None

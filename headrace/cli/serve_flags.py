@@ -66,10 +66,10 @@ _SCHEDULING = (
     Flag("--chunked-prefill-tokens", alias_of="--prefill-step-size"),
     Flag(
         "--max-decode-stall-ms",
-        "longest pause that a prefill puts into running streams",
+        "longest pause that a prefill puts into running streams; 0: no bound",
         "engine.max_decode_stall_ms",
-        number(0, above=True),
-        "none",
+        number(0),
+        "250",
     ),
     Flag("--stream-interval", "tokens per streamed event", "server.stream_interval", integer(1), "1"),
     Flag("--max-queue", "waiting requests; further ones get 429", "engine.max_queue", integer(0), "64"),
@@ -219,7 +219,6 @@ _ONE_MODEL = "one server holds one model now; start one server per model"
 _NO_SPECULATION = "speculative decoding is not built; leave it out, output is the same without it"
 _LOSSY = "it drops prompt tokens, so answers change; use --prefill-step-size and --max-decode-stall-ms"
 _PREFIX_CACHE = "use --cache-memory-mb (a cap in bytes) or --disable-prefix-cache"
-_NO_QUANTIZED_KV = "quantized KV is not built; leave it out, or lower --max-model-len to save memory"
 _NO_IMAGES = "images, video and audio are not built; leave it out for text models"
 _NO_EMBEDDING = "embedding and rerank models are not built; use another server for them"
 

@@ -14,7 +14,7 @@ class SchedulerConfig:
         max_model_len: prompt and output tokens of a sequence, at most.
         prefill_step_size: prompt tokens per step at most, padding included.
         max_prefill_rows: prompts that may be computed side by side in one step.
-        max_decode_stall_ms: bound on a step's time while streams run; None: no bound.
+        max_decode_stall_ms: bound on a step's time while streams run; 0 or None: no bound.
         max_queue: requests that may wait beyond those that could start at once; a key that has less than its
             share of these places may still queue when others have filled them.
         enable_prefix_cache: share prefixes between requests and keep blocks of finished ones.

@@ -281,7 +281,7 @@ def test_stalls_stay_bounded_once_the_device_is_known() -> None:
         durations.append(stalled(out))
         sizes += prefill_tokens(out)
     assert max(durations[5:]) < 0.0125
-    assert max(sizes) > 256  # the bound is used
+    assert max(sizes) >= 256  # the bound is used
     assert sizes[-2] < max(sizes) / 2  # chunks shrink as the context grows
     eng.abort("stream")
     eng.run()
