@@ -4,8 +4,8 @@
     python benchmarks/decode_stall.py --stall-ms 100 250 0   these bounds (0: none)
 
 For every bound, a server of its own: streams start and run alone for a while (their gaps are the baseline), then
-the long prompt comes, and the gaps until its first token are the stalls. A gap is the time between two tokens of one
-stream at the client. The goal for a bound is: no gap longer than the bound and one decode step, which is
+the long prompt comes, and the gaps until its first token are the stalls. A gap is the time between two tokens of
+one stream at the client. The goal for a bound is: no gap longer than the bound and one decode step, which is
 the baseline's median gap. On a machine that others use the baseline's largest gap says what noise alone does.
 """
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from headrace.core.block_pool import NULL_BLOCK, BlockPool
 from headrace.core.layout import KVLayout
 from headrace.core.prefix_index import BlockContent
+from headrace.core.scheduler_types import GroupBlocks
 from headrace.core.sequence import Sequence
 from headrace.core.step import BlockCopy
 
@@ -50,6 +51,7 @@ class KVCacheManager:
         enable_prefix_cache: bool,
         max_cached: tuple[int | None, ...],
     ) -> None:
+        self._layout = layout
         self.block_size = layout.block_size
         self.pools = tuple(BlockPool(n, cap) for n, cap in zip(num_blocks, max_cached, strict=True))
         self._windows = tuple(group.window for group in layout.groups)
@@ -323,6 +325,13 @@ class KVCacheManager:
             seq.tables = [[moved.get(block, block) for block in table] for moved, table in pairs]
             seq.table_tuples = None
         return moves
+
+    def group_blocks(self) -> tuple[GroupBlocks, ...]:
+        """Blocks of each layer group by state."""
+        return tuple(
+            GroupBlocks(group.name, pool.num_blocks, pool.num_held, pool.num_cached, self._layout.block_bytes(g))
+            for g, (group, pool) in enumerate(zip(self._layout.groups, self.pools, strict=True))
+        )
 
     def clear_cached(self) -> None:
         for pool in self.pools:

@@ -67,6 +67,8 @@ class MemoryPlan:
     """The plan in force.
 
     Attributes:
+        device: what the budget is a part of.
+        headroom_bytes: of the device's memory, what is left to everybody else.
         budget_bytes: what this process may use.
         fixed: what of it is not KV.
         num_blocks: usable blocks per layer group (one null block each comes on top).
@@ -77,6 +79,8 @@ class MemoryPlan:
     """
 
     layout: KVLayout
+    device: DeviceMemory
+    headroom_bytes: int
     budget_bytes: int
     fixed: FixedMemory
     num_blocks: tuple[int, ...]
@@ -115,6 +119,10 @@ class MemoryPlan:
             f"{name.replace(' ', '_')}_bytes": size for name, size in self.rows()
         }
         numbers["pool_bytes"] = self.pool_bytes
+        numbers["planned_bytes"] = self.fixed.total + self.pool_bytes
+        numbers["headroom_bytes"] = self.headroom_bytes
+        numbers["device_total_bytes"] = self.device.total
+        numbers["device_free_at_start_bytes"] = self.device.free
         numbers["kv_bytes_per_token"] = self.layout.bytes_per_token
         numbers["max_model_len"] = self.max_model_len
         for group, blocks in zip(self.layout.groups, self.num_blocks, strict=True):
@@ -168,6 +176,8 @@ def plan_memory(
         notes.append(f"model length lowered from {wanted_len} to {held} tokens: the KV pool holds no more")
     plan = MemoryPlan(
         layout=layout,
+        device=device,
+        headroom_bytes=_headroom(device, config),
         budget_bytes=budget,
         fixed=fixed,
         num_blocks=num_blocks,
@@ -181,9 +191,13 @@ def plan_memory(
 
 
 def _budget(device: DeviceMemory, config: EngineConfig) -> int:
+    room = device.free - _headroom(device, config)
+    return max(0, min(int(device.working_set * config.memory_utilization), room))
+
+
+def _headroom(device: DeviceMemory, config: EngineConfig) -> int:
     """A CUDA device's memory is nobody else's: only the share of the working set leaves room there."""
-    headroom = 0 if device.kind == "cuda" else int(device.total * config.memory_headroom)
-    return max(0, min(int(device.working_set * config.memory_utilization), device.free - headroom))
+    return 0 if device.kind == "cuda" else int(device.total * config.memory_headroom)
 
 
 def _blocks_per_sequence(layout: KVLayout, group: int, context: int) -> int:

@@ -8,8 +8,8 @@ position of the tokens and scale the context at which attention costs as much as
 - with streams running, the whole step also has to end within ``max_decode_stall_ms``.
 
 decode(rows) is a moving average per power of two of rows, from steps without a prefill. ``unit`` follows the last
-few prefills, because its value depends on the size of chunks and on who else uses the machine. ``scale`` belongs to
-the model and the device: it comes from a least-squares fit with a longer memory, which is believed only where the
+few prefills, because its value depends on the size of chunks and on who else uses the machine. ``scale`` is of the
+model and the device: it comes from a least-squares fit with a longer memory, which is believed only where the
 measured contexts differ enough to tell the two terms apart. What the formula misses ends up in ``margin``: it
 goes up at once when a bounded step took longer than expected, and comes down slowly.
 """

@@ -639,6 +639,7 @@ class Scheduler:
             prefix_queries_total=self._prefix_queries,
             prefix_hits_total=self._prefix_hits,
             preemptions_total=self._preemptions,
+            groups=self._kv.group_blocks(),
         )
 
     def clear_prefix_cache(self) -> None:

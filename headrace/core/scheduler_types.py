@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -52,11 +54,25 @@ class Rejection:
     retry_after_s: float | None = None
 
 
+class GroupBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one layer group by state (free are the rest), and bytes of one block in all its layers."""
+
+    name: str
+    total: int
+    held: int
+    cached: int
+    block_bytes: int
+
+    @property
+    def free(self) -> int:
+        return self.total - self.held - self.cached
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Gauges, and counters since the start (``_total``).
 
-    Sequences are counted, not requests; blocks are those of all groups together.
+    Sequences are counted, not requests; ``blocks_*`` are those of all groups together, ``groups`` each alone.
     ``prefix_queries_total`` and ``prefix_hits_total`` count tokens, at the first admission of each request.
     """
 
@@ -71,3 +87,4 @@ class SchedulerStats:
     prefix_queries_total: int
     prefix_hits_total: int
     preemptions_total: int
+    groups: tuple[GroupBlocks, ...]
