@@ -6,8 +6,8 @@
                        empty                run
 
 Free memory below ``low`` raises the level by one, at most every ``raise_every_s`` (each measure needs time to
-show); below ``critical`` at once. Free memory above ``high`` for ``lower_after_s`` lowers it by one. Between the two
-nothing changes, so that a measure that just helps is not taken back at once. On levels 2 and above the pool is
+show); below ``critical`` at once. Free memory above ``high`` for ``lower_after_s`` lowers it by one. Between the
+two nothing changes, so that a measure that just helps is not taken back at once. On levels 2 and above the pool is
 asked to shrink by what is missing up to ``high``, on lower ones to grow by what is free above it.
 
 Pure: measurements and times are passed in, the answer is what should be so now.

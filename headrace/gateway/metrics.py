@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headrace.core.pressure import LEVELS
 from headrace.gateway.service import EngineState
 from headrace.worker.protocol import EngineStats
 
@@ -260,6 +261,14 @@ class Metrics(Collector):
             "item",
             plan,
         )
+        yield _family(
+            GaugeMetricFamily, "headrace:memory_available_bytes", "What the machine has free.", self._own,
+            value=stats.available_bytes,
+        )  # fmt: skip
+        yield _family(
+            GaugeMetricFamily, "headrace:memory_pressure", "Measures in force: 0 none to 4 preempting.", self._own,
+            value=LEVELS.index(stats.pressure) if stats.pressure in LEVELS else 0,
+        )  # fmt: skip
         implementation = {} if ready is None else {ready.attention: 1}
         yield _family(
             GaugeMetricFamily, "headrace:attention_info", "1 for the attention implementation in use.", self._own,

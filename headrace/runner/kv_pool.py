@@ -15,7 +15,7 @@ the step is started. So nobody but ``KVPool`` keeps these arrays across steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -108,6 +108,38 @@ class KVPool:
             return zeros(dim, layer.dtype), ()
         dtype = scale_dtype(layer.dtype)
         return zeros(packing.words, mx.uint32), (zeros(packing.groups, dtype), zeros(packing.groups, dtype))
+
+    def resize(self, num_blocks: Sequence[int], moves: Sequence[Mapping[int, int]]) -> None:
+        """Put everything into arrays of ``num_blocks`` blocks per group, the null block included.
+
+        ``moves``: per group, blocks to be found at another place (old id -> new id). Array by array, each
+        evaluated before the next one: the peak is one array. No step may be outstanding.
+        """
+        for index, layer in enumerate(self.layers):
+            slots = num_blocks[layer.group] * self.block_size
+            sources = self._slots_of(list(moves[layer.group].keys()))
+            targets = self._slots_of(list(moves[layer.group].values()))
+            self.keys[index] = self._moved(self.keys[index], slots, sources, targets)
+            self.values[index] = self._moved(self.values[index], slots, sources, targets)
+            for affine in (self.key_affine, self.value_affine):
+                affine[index] = tuple(self._moved(array, slots, sources, targets) for array in affine[index])
+
+    def _moved(self, array: mx.array, slots: int, sources: mx.array, targets: mx.array) -> mx.array:
+        axis = 1 if self.head_major else 0
+        kept = min(slots, array.shape[axis])
+        shape = list(array.shape)
+        shape[axis] = slots
+        moved = mx.zeros(shape, array.dtype)
+        if self.head_major:
+            moved[:, :kept] = array[:, :kept]
+            if sources.size:
+                moved[:, targets] = array[:, sources]
+        else:
+            moved[:kept] = array[:kept]
+            if sources.size:
+                moved[targets] = array[sources]
+        mx.eval(moved)
+        return moved
 
     @property
     def nbytes(self) -> int:

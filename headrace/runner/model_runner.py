@@ -26,6 +26,7 @@ from headrace.core.layout import KVLayout
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from headrace.request import TokenLogprobs
 from headrace.runner.grammar_masks import GrammarMasks, StepMasks
+from headrace.runner.attention.slices import bundle_limits
 from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
@@ -119,7 +120,12 @@ class ModelRunner:
         self._pool = pool
         self._vocab_size = vocab_size
         self._options = options
-        self._inputs = InputBatchBuilder(layout, slices=pool.head_major, coarse_decode=options.decode_kernel)
+        self._inputs = InputBatchBuilder(
+            layout,
+            slices=pool.head_major,
+            bundles=None if options.materialize else bundle_limits(pool),
+            coarse_decode=options.decode_kernel,
+        )
         self._running: StepHandle | None = None
         self._pending: StepHandle | None = None
         self._newest: tuple[mx.array, dict[int, int]] | None = None
@@ -206,6 +212,13 @@ class ModelRunner:
         for pieces in handle.prompt_logprobs.values():
             arrays += [array for piece in pieces for array in piece if array is not None]
         return arrays
+
+    def resize_pools(self, num_blocks: Sequence[int], moves: Sequence[Mapping[int, int]]) -> None:
+        """Pools of ``num_blocks`` usable blocks per group; blocks move as ``KVPool.resize`` says."""
+        assert self._running is None and self._pending is None, "a step is outstanding"
+        self._newest = None
+        self._pool.resize([count + 1 for count in num_blocks], moves)
+        self.forget_except(set())
 
     def forget_except(self, live: set[int]) -> None:
         """Drop remembered tables of sequences that no longer exist."""

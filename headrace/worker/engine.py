@@ -60,11 +60,13 @@ class _Launched(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Device memory of this process, bytes."""
+    """Device memory of this process and what the machine has free, bytes; the level of memory pressure."""
 
     active: int = 0
     peak: int = 0
     cache: int = 0
+    available: int = 0
+    pressure: str = "none"
 
 
 class Engine:
@@ -110,12 +112,13 @@ class Engine:
             return None
         outputs = self._signs_of_life() if output.prefill else []
         if before is not None:
-            result = believed(before.output, before.handle.result())
-            outputs += self._scheduler.update(result, self._clock())
-            self._answering.update(output.request_id for output in outputs if output.token_ids)
-            self._steps_total += 1
-            self._step_s = result.duration_s
+            outputs += self._take_in(before)
         return StepOutputs(outputs, self.stats())
+
+    def settle(self) -> StepOutputs | None:
+        """Take in the step that is outstanding and launch none: nothing refers to the pools then."""
+        before, self._in_flight = self._in_flight, None
+        return None if before is None else StepOutputs(self._take_in(before), self.stats())
 
     def stats(self) -> EngineStats:
         """Now; ``steps_total`` counts steps whose results were taken in."""
@@ -136,6 +139,8 @@ class Engine:
             active_bytes=memory.active,
             peak_bytes=memory.peak,
             cache_bytes=memory.cache,
+            available_bytes=memory.available,
+            pressure=memory.pressure,
         )
 
     def handle(self, message: ToWorker) -> Accepted | Rejected | None:
@@ -170,6 +175,14 @@ class Engine:
         return answers
 
     # -- inside
+
+    def _take_in(self, before: _Launched) -> list[SequenceOutput]:
+        result = believed(before.output, before.handle.result())
+        outputs = self._scheduler.update(result, self._clock())
+        self._answering.update(output.request_id for output in outputs if output.token_ids)
+        self._steps_total += 1
+        self._step_s = result.duration_s
+        return outputs
 
     def _schedule(self) -> SchedulerOutput:
         """A fault here may be of any request, running or waiting."""

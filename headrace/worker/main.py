@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from headrace.config import EngineConfig
+from headrace.core.machine import read_memory
+from headrace.core.pressure import default_thresholds
 from headrace.core.scheduler import Scheduler
 from headrace.worker.engine import MemoryUse
 from headrace.worker.process import LoadedEngine, Progress, run_worker
 from headrace.worker.protocol import Ready
+
+if TYPE_CHECKING:
+    from headrace.runner.build import BuiltRunner
+    from headrace.runner.pool_memory import PoolMemory
 
 
 def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
@@ -35,7 +42,21 @@ def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
         plan=info.plan,
     )
     scheduler = Scheduler(built.scheduler_config, built.layout, built.num_blocks)
-    return LoadedEngine(scheduler, built.runner, ready, _memory, built.grammars)
+    return LoadedEngine(scheduler, built.runner, ready, _memory, pool_memory(config, built), built.grammars)
+
+
+def pool_memory(config: EngineConfig, built: BuiltRunner) -> PoolMemory | None:
+    """None on CUDA: a device's memory is nobody else's, so the machine's says nothing about it."""
+    from headrace.runner.build import BUFFER_CACHE_BYTES
+    from headrace.runner.pool_memory import PoolMemory
+
+    kind = built.ready_info.device.partition(":")[0]
+    if kind == "cuda":
+        return None
+    memory = read_memory()
+    headroom = int(memory.total_bytes * config.memory_headroom)
+    thresholds = default_thresholds(headroom, memory.available_bytes)
+    return PoolMemory(built.runner, built.layout, built.num_blocks, BUFFER_CACHE_BYTES[kind], thresholds)
 
 
 def _memory() -> MemoryUse:

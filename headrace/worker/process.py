@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import zmq
@@ -26,6 +27,7 @@ from headrace.worker.engine import Engine, MemoryUse, Runner
 from headrace.worker.grammar_queue import Compiler
 from headrace.worker.lifeline import end_with_parent
 from headrace.worker.mailbox import HeartbeatThread, Mailbox
+from headrace.worker.memory_watch import CHECK_IDLE_S, MemoryWatch, PoolMemory
 from headrace.worker.protocol import (
     EXIT_POISONED_STEP,
     EXIT_START_FAILED,
@@ -48,12 +50,13 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What loading a model gives."""
+    """What loading a model gives; ``pool_memory``: None where memory pressure is nothing to act on."""
 
     scheduler: Scheduler
     runner: Runner
     ready: Ready
     read_memory: Callable[[], MemoryUse] = MemoryUse
+    pool_memory: PoolMemory | None = None
     grammars: Compiler | None = None
 
 
@@ -77,9 +80,11 @@ def run_worker(load: Load) -> int:
     try:
         loaded = load(start.engine, lambda stage, fraction: mailbox.send(LoadProgress(stage, fraction)))
         record = StepRecord(start.record)
-        engine = Engine(loaded.scheduler, loaded.runner, record, loaded.read_memory, grammars=loaded.grammars)
+        watch = None if loaded.pool_memory is None else MemoryWatch(loaded.pool_memory, loaded.scheduler)
+        read_memory = partial(memory_use, loaded, watch)
+        engine = Engine(loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars)
         mailbox.send(loaded.ready)
-        return serve(engine, mailbox, heartbeat)
+        return serve(engine, mailbox, heartbeat, watch)
     except StartupError as error:
         mailbox.send(StartFailed(str(error)))
         return EXIT_START_FAILED
@@ -100,12 +105,27 @@ def read_start(fd: int) -> WorkerStart:
     return msgspec.json.decode(line, type=WorkerStart)
 
 
-def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread) -> int:
+def memory_use(loaded: LoadedEngine, watch: MemoryWatch | None) -> MemoryUse:
+    use = loaded.read_memory()
+    return use if watch is None else use._replace(available=watch.available_bytes, pressure=watch.level)
+
+
+def relieve(engine: Engine, mailbox: Mailbox, watch: MemoryWatch) -> None:
+    """See to the machine's memory; a resize waits for the step that is outstanding."""
+    sizes = watch.check()
+    if sizes is not None:
+        if (outputs := engine.settle()) is not None:
+            mailbox.send(outputs)
+        watch.resize(sizes)
+
+
+def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread, watch: MemoryWatch | None = None) -> int:
     """Loop until told to shut down (0) or until a step is poisoned (70)."""
     idled = False
+    idle_s = None if watch is None else CHECK_IDLE_S
     heartbeat.stats = engine.stats()  # before the first step the pool is known already
     while True:
-        wait_s = None if not engine.has_work else STARVED_POLL_S if idled else 0
+        wait_s = idle_s if not engine.has_work else STARVED_POLL_S if idled else 0
         try:
             for message in mailbox.receive(wait_s):
                 if isinstance(message, Shutdown):
@@ -114,6 +134,8 @@ def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread) -> int:
                     mailbox.send(answer)
             for answer in engine.compiled():
                 mailbox.send(answer)
+            if watch is not None:
+                relieve(engine, mailbox, watch)
             outputs = engine.step()
         except Exception as error:
             log.exception("step poisoned")

@@ -72,7 +72,10 @@ ToWorker = AddRequest | AbortRequest | ClearPrefixCache | Shutdown
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State after a step; gauges unless the name says total."""
+    """State after a step; gauges unless the name says total.
+
+    ``available_bytes`` is what the machine has free, ``pressure`` one of ``headrace.core.pressure.LEVELS``.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -89,6 +92,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     active_bytes: int = 0
     peak_bytes: int = 0
     cache_bytes: int = 0
+    available_bytes: int = 0
+    pressure: str = "none"
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from headrace.config import EngineConfig
+from headrace.core.pressure import PressureThresholds
 from headrace.core.step import ScheduledRow, SchedulerOutput, StepResult
 from headrace.worker import main as real
 from headrace.worker import process
@@ -29,6 +32,10 @@ from headrace.worker.mailbox import Mailbox
 from headrace.worker.process import LoadedEngine, Progress, run_worker
 
 FAULT_FILE = os.environ["HEADRACE_TEST_FAULT"]
+# A machine with this much memory free when the model is loaded; who takes of it is named by its pid in a file.
+MACHINE_MB = int(os.environ.get("HEADRACE_TEST_MACHINE_MB", "0"))
+NEIGHBOUR_FILE = FAULT_FILE + ".neighbour"
+MIB = 2**20
 
 
 def take_fault(*, loading: bool) -> dict[str, Any] | None:
@@ -134,7 +141,30 @@ def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     loaded = real.load(config, progress)
     if fault is not None:
         time.sleep(3600)
+    if MACHINE_MB and loaded.pool_memory is not None:
+        make_small_machine(loaded.pool_memory)
     return replace(loaded, runner=FaultyRunner(loaded.runner))
+
+
+def make_small_machine(pool_memory: Any) -> None:
+    """What is free is measured: the resident memory of this process and of its neighbour, in a machine for two."""
+    worker = psutil.Process()
+    total = worker.memory_info().rss + MACHINE_MB * MIB
+
+    def available() -> int:
+        neighbour = 0
+        try:
+            with open(NEIGHBOUR_FILE) as file:
+                neighbour = psutil.Process(int(file.read())).memory_info().rss
+        except (OSError, ValueError, psutil.Error):
+            pass
+        return max(0, total - worker.memory_info().rss - neighbour)
+
+    pool_memory.available = available
+    quarter = MACHINE_MB * MIB // 4
+    pool_memory.thresholds = PressureThresholds(
+        quarter // 4, 2 * quarter, 3 * quarter, raise_every_s=0.5, lower_after_s=1.0
+    )
 
 
 if __name__ == "__main__":
