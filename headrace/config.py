@@ -78,6 +78,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tool_call_parser``, ``reasoning_parser``: a name, "auto" (by the chat template) or "none".
 
+    ``thinking_token_budget``: tokens of thinking per answer for requests that name none.
+
     ``response_store_mb``: room for the stored answers of ``/v1/responses``, 0: none is stored; they are in
     ``response_store_file``, None: in the user's state folder.
     """
@@ -104,6 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] = {}
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    thinking_token_budget: int | None = None
     response_store_mb: int = 256
     response_store_file: str | None = None
     cors_origins: tuple[str, ...] = ()

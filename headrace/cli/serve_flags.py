@@ -183,6 +183,12 @@ _ANSWERS = (
         text("NAME"),
         "auto, that is by the chat template",
     ),
+    Flag(
+        "--default-thinking-token-budget",
+        "tokens of thinking per answer when a request names none",
+        "server.thinking_token_budget",
+        integer(1),
+    ),
     Flag("--enable-auto-tool-choice", "accepted: calls are read whenever a request declares tools"),
     Flag(
         "--response-store-mb",
@@ -231,7 +237,6 @@ _REFUSED: dict[str, str] = {
     "--rerank-model": _NO_EMBEDDING,
     "--embedding-max-length": _NO_EMBEDDING,
     "--embedding-overflow-policy": _NO_EMBEDDING,
-    "--default-thinking-token-budget": "a thinking budget is not built; use --max-tokens",
     "--adapter": "LoRA adapters are not built; fuse the adapter into the model",
     "--mcp-config": "MCP tools are not built; run the tools in the client",
     "--trust-remote-code": "code from checkpoints is never run; leave it out",

@@ -60,6 +60,7 @@ class ParsedText:
         self._hides_reasoning = options.hides_reasoning
         self._events: list[parsed.Event] = []
         self._unclaimed = 0
+        self._is_thinking = False
         self.reasoning_tokens = 0
         self.num_calls = 0
 
@@ -67,6 +68,11 @@ class ParsedText:
     def is_over(self) -> bool:
         """The answer has ended by its own form: what follows does not belong to it."""
         return self._parser.is_over
+
+    @property
+    def is_thinking(self) -> bool:
+        """The last token was a piece of reasoning: a block is open, and no mark is half written."""
+        return self._is_thinking and not self._unclaimed
 
     @property
     def has_events(self) -> bool:
@@ -96,7 +102,8 @@ class ParsedText:
 
     def _note(self, events: list[parsed.Event]) -> None:
         for event in events:
-            if isinstance(event, parsed.Reasoning):
+            self._is_thinking = isinstance(event, parsed.Reasoning)
+            if self._is_thinking:
                 self.reasoning_tokens += self._unclaimed
             elif isinstance(event, parsed.ToolCallStart):
                 self.num_calls += 1

@@ -106,7 +106,11 @@ class PromptRun:
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """Events as the outputs come, until every sequence is over."""
         try:
-            async for outputs in self._stream:
+            while True:
+                try:
+                    outputs = await anext(self._stream)  # it changes where thinking is cut short
+                except StopAsyncIteration:
+                    break
                 now = time.monotonic()
                 events = self._absorb(outputs, now)
                 if not outputs:
@@ -164,7 +168,10 @@ class PromptRun:
 
     def _absorb(self, outputs: Iterable[SequenceOutput], now: float) -> list[Event]:
         events: list[Event] = []
+        stream = self._stream
         for output in outputs:
+            if self._stream is not stream:
+                break
             self._progress_at = now
             if not self.cached_tokens:
                 self.cached_tokens = output.cached_tokens
@@ -192,7 +199,18 @@ class PromptRun:
             self._note_finish(events[-1])
             if output.finish_reason is None:
                 self._engine.abort(self.request.id, output.index)
+        elif sequence.taken is not None:
+            self._continue_behind(sequence.taken)
         return events
+
+    def _continue_behind(self, taken: list[int]) -> None:
+        """Let the engine go on behind other tokens than its own: as a replay, under a new id."""
+        self._engine.abort(self.request.id)
+        base, _, number = self.request.id.partition("~")
+        self.request = msgspec.structs.replace(
+            self.request, id=f"{base}~{int(number or 0) + 1}", emitted={0: taken}
+        )
+        self._stream = self._engine.submit(self.request)
 
     def _end_open_sequences(self) -> list[Event]:
         """The stream ended early: cancelled. What there is is delivered."""

@@ -25,6 +25,20 @@ from headrace.text.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True):
+    """Thinking is cut short: behind so many tokens of it the sequence goes on with ``ending``.
+
+    Attributes:
+        tokens: at least 1.
+        ending: token ids that end a block and begin the answer; they count as completion.
+        max_tokens: of the sequence; where it would be reached, nothing is cut.
+    """
+
+    tokens: int
+    ending: tuple[int, ...]
+    max_tokens: int
+
+
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens become text; shared by all sequences of a request.
 
@@ -36,6 +50,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
         min_tokens: stop strings are not looked for in the text of so many first tokens.
         interval: tokens per delta behind the first; None: one delta at the end.
         kept_token_ids: special tokens whose text is seen all the same: the answer parser needs them.
+        thinking: limit of the tokens of thinking; needs an ``answer`` with a reasoning parser.
         answer: how the text is split into reasoning, content and calls; None: all of it is content.
     """
 
@@ -47,6 +62,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     interval: int | None = 1
     kept_token_ids: frozenset[int] = frozenset()
     answer: AnswerOptions | None = None
+    thinking: ThinkingLimit | None = None
 
 
 class _Waiting(msgspec.Struct, gc=False):
@@ -63,7 +79,11 @@ class _Waiting(msgspec.Struct, gc=False):
 
 
 class SequenceText:
-    """Text of one sequence as its outputs come. ``push`` returns events; ``finished`` says that it is over."""
+    """Text of one sequence as its outputs come. ``push`` returns events; ``finished`` says that it is over.
+
+    ``taken`` is not None when thinking was cut short: the engine has to go on behind these tokens (all of the
+    sequence so far), and what it made beyond them does not exist.
+    """
 
     def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._index = index
@@ -77,8 +97,10 @@ class SequenceText:
         self._seen_chars = 0  # length of the detokenized text
         self._released_chars = 0  # of that, what the stop strings let go
         self._delivered_any = False
+        self._token_ids: list[int] = []  # all of them, where there is a limit of thinking
         self.completion_tokens = 0
         self.finished = False
+        self.taken: list[int] | None = None
 
     @property
     def reasoning_tokens(self) -> int:
@@ -88,6 +110,7 @@ class SequenceText:
         """Take new tokens; nothing after the end. A stop string may end the sequence before the engine does."""
         if self.finished:
             return []
+        self.taken = None
         last = len(output.token_ids) - 1
         scored = output.logprobs or None
         for position, token_id in enumerate(output.token_ids):
@@ -98,11 +121,17 @@ class SequenceText:
             matched = self._take(token_id, self._text_of(token_id), logprobs)
             if matched is not None:
                 return self._finish(FinishReason.STOP, matched)
-            if self._parsed is not None and self._parsed.is_over:
-                return self._finish(FinishReason.STOP, None)
+            if self._parsed is not None:
+                if self._parsed.is_over:
+                    return self._finish(FinishReason.STOP, None)
+                if self._options.thinking is not None and self._cut_thinking(token_id, self._options.thinking):
+                    return self._deliver_if_due()
         if output.finish_reason is not None:
             self._release_rest()
             return self._finish(output.finish_reason, None)
+        return self._deliver_if_due()
+
+    def _deliver_if_due(self) -> list[Event]:
         interval = self._options.interval
         if (
             interval is not None
@@ -120,6 +149,33 @@ class SequenceText:
         return self._finish(reason, None)
 
     # -- inside
+
+    def _cut_thinking(self, token_id: int, limit: ThinkingLimit) -> bool:
+        """At the limit: append the ending, which needs no engine. Stop strings do not apply to it."""
+        self._token_ids.append(token_id)
+        assert self._parsed is not None
+        if (
+            not self._parsed.is_thinking
+            or self._parsed.reasoning_tokens < limit.tokens
+            or self.completion_tokens + len(limit.ending) >= limit.max_tokens
+        ):
+            return False
+        for forced in limit.ending:
+            self.completion_tokens += 1
+            self._token_ids.append(forced)
+            self._append(forced, self._text_of(forced), None)
+        self.taken = self._token_ids.copy()
+        return True
+
+    def _append(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        """Append one token, its text released at once, behind what stop strings held back."""
+        if self._stops is not None:
+            self._release(self._stops.finish())
+        self._waiting.append(_Waiting(token_id, self._seen_chars, text, logprobs))
+        self._seen_chars += len(text)
+        if self._parsed is not None:
+            self._parsed.token()
+        self._release(text)
 
     def _text_of(self, token_id: int) -> str:
         """Text that the token completes; ids that pad the model's logits beyond the vocabulary have none."""

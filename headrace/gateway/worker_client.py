@@ -75,12 +75,16 @@ class WorkerClient:
     # -- EngineClient
 
     def submit(self, request: EngineRequest) -> SlotStream:
-        self._refuse_unless_open()
+        is_continuation = bool(request.emitted)  # it was let in before, and is no new work
+        if not is_continuation:
+            self._refuse_unless_open()
         if request.id in self._journal:
             raise InvalidRequest("a request with this id is already open")
-        if self._held and self._held_new() >= self._max_held:
+        if not is_continuation and self._held and self._held_new() >= self._max_held:
             raise QueueFull("the engine restarts and its queue is full", retry_after_s=RETRY_RESTARTING_S)
         stream = SlotStream(request.id)
+        if is_continuation:
+            stream.accept()
         self._journal[request.id] = open_entry(request)
         self._streams[request.id] = stream
         self._idle.clear()

@@ -152,10 +152,11 @@ class ScriptedEngine:
         """Token ids up to the end token or the length limit."""
         params = request.params
         answer: list[int] = []
-        token = request.prompt_token_ids[-1]
+        emitted = request.emitted.get(0, [])
+        token = [*request.prompt_token_ids, *emitted][-1]
         trigger = next((t for t in reversed(request.prompt_token_ids) if t in self._scripts), None)
         forced = max(params.logit_bias, key=params.logit_bias.__getitem__, default=None)
-        while len(answer) < params.max_tokens:
+        while len(emitted) + len(answer) < params.max_tokens:
             if forced is not None and params.logit_bias[forced] >= 100:
                 token = forced
             else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
-from http_harness import Api, StreamedAnswer, chat_body
+from http_harness import CONFIG, Api, StreamedAnswer, chat_body
 from support import scripted
 
 from headrace.text import model_text
@@ -131,8 +133,6 @@ def test_reasoning_can_be_left_out(parsing: Api) -> None:
 
 
 def test_a_block_that_the_template_opens(scripted_folder: Any) -> None:
-    from http_harness import CONFIG
-
     api = Api(model_text.load(scripted_folder("think_open")), CONFIG)  # its template names the parser
     for max_tokens, thought, content in ((1, "plan", ""), (2, "plan it", ""), (40, "plan it", "42")):
         answer = api.chat("<|s11|>", max_tokens=max_tokens).json()
@@ -144,8 +144,6 @@ def test_a_block_that_the_template_opens(scripted_folder: Any) -> None:
 
 
 def test_switches_of_the_template(scripted_folder: Any) -> None:
-    from http_harness import CONFIG
-
     template = scripted.chat_template().replace(
         "{% if add_generation_prompt %}<|assistant|>",
         "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>\n{% endif %}",
@@ -171,6 +169,66 @@ def test_a_continued_message_may_stand_in_a_block(parsing: Api) -> None:
     body["messages"].append({"role": "assistant", "content": "<think>\n"})
     message = parsing.post("/v1/chat/completions", body).json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", "ABCDEFGH")
+
+
+@pytest.fixture
+def thinking(scripted_folder: Any) -> Iterator[Api]:
+    """Its template opens a block; a line break makes the scripts begin again."""
+    api = Api(model_text.load(scripted_folder("think_open")), CONFIG)
+    yield api
+    api.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_a_thinking_budget_ends_the_block(thinking: Api, chunk: int) -> None:
+    thinking.engine.chunk = chunk
+    fields: dict[str, Any] = {"thinking_token_budget": 3, "max_tokens": 60}
+    answer = thinking.chat("<|s05|>", **fields).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("ABC", "ABCDEFGH")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 3 + len("\n</think>\n\n") + 9
+    first, second = thinking.engine.requests
+    assert second.prompt_token_ids == first.prompt_token_ids
+    assert bytes(second.emitted[0]) == b"ABC\n</think>\n\n"
+    assert thinking.engine.running == 0
+    streamed = thinking.chat_stream("<|s05|>", stream_options={"include_usage": True}, **fields)
+    assert without_ids(joined(streamed)) == without_ids(message)
+    assert streamed.usage == answer["usage"]
+    assert thinking.engine.running == 0
+
+
+def test_a_budget_that_does_not_fit_cuts_nothing(thinking: Api) -> None:
+    message = thinking.chat("<|s05|>", thinking_token_budget=3, max_tokens=10).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "ABCDEFGH"
+    assert len(thinking.engine.requests) == 1
+
+
+def test_budgets_of_the_other_dialects_and_of_the_server(scripted_folder: Any) -> None:
+    text = model_text.load(scripted_folder("think_open"))
+    api = Api(text, msgspec.structs.replace(CONFIG, thinking_token_budget=2))
+    assert api.chat("<|s05|>", max_tokens=60).json()["choices"][0]["message"]["reasoning_content"] == "AB"
+    user = {"role": "user", "content": "<|s05|>"}
+    body = {"model": "scripted", "max_tokens": 60, "messages": [user]}
+    answer = api.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 4}}).json()
+    assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["ABCD", "ABCDEFGH"]
+    answer = api.post("/v1/responses", {"input": "<|s05|>", "thinking_token_budget": 5}).json()
+    assert answer["output"][0]["content"][0]["text"] == "ABCDE"
+    api.close()
+
+
+def test_a_cancelled_answer_behind_its_budget(thinking: Api) -> None:
+    async def scene() -> dict[str, Any]:
+        body = chat_body("<|s01|>", thinking_token_budget=2, max_tokens=400)
+        task = asyncio.create_task(thinking.client.post("/v1/chat/completions", json=body))
+        while len(thinking.engine.requests) < 2:
+            await asyncio.sleep(0)
+        path = f"/v1/requests/{thinking.engine.requests[0].id}/cancel"
+        assert (await thinking.client.post(path)).status_code == 200
+        return (await task).json()
+
+    assert thinking.run(scene())["choices"][0]["finish_reason"] == "abort"
+    assert thinking.engine.running == 0
 
 
 def test_stop_strings_come_before_the_parser(parsing: Api) -> None:

@@ -80,7 +80,6 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("bad_words", ["x"], ("not supported yet",)),
     ("use_beam_search", True, ("not supported yet",)),
     ("length_penalty", 2, ("not supported yet",)),
-    ("thinking_token_budget", 5, ("not supported yet",)),
 ]
 CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("messages", [], ("empty",)),
@@ -107,6 +106,8 @@ CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("modalities", ["text", "audio"], ("modalities",)),
     ("reasoning_effort", "high", ("not supported by this model",)),
     ("reasoning_effort", "huge", ("huge",)),
+    ("thinking_token_budget", 5, ("reasoning parser",)),
+    ("thinking_token_budget", 0, ("0",)),
     ("functions", [{"name": "f"}], ("functions",)),
     ("audio", {"voice": "x"}, ("audio",)),
     ("tools", "x", ("x",)),
@@ -136,6 +137,7 @@ COMPLETION_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("logprobs", True, ("true",)),
     ("logprobs", 21, ("20",)),
     ("suffix", "x", ("suffix",)),
+    ("thinking_token_budget", 5, ("not supported yet",)),
     ("tools", [{}], ("tools",)),
 ]
 

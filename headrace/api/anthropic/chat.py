@@ -22,8 +22,12 @@ from headrace.text.stop_strings import validate_stops
 Blocks = list[dict[str, Any]]
 
 
-def chat_fields(fields: PromptFields, template_of: Callable[[bool], str]) -> ChatFields:
-    """The same request in the chat form; ``template_of(with tools)`` is the model's template."""
+def chat_fields(fields: PromptFields, template_of: Callable[[bool], str], thinks: bool) -> ChatFields:
+    """The same request in the chat form.
+
+    ``template_of(with tools)`` is the model's template; ``thinks``: its thinking is recognised.
+    """
+    budget = _budget(fields.thinking)
     messages = _messages(fields)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     choice, parallel = _tool_choice(fields.tool_choice)
@@ -50,6 +54,7 @@ def chat_fields(fields: PromptFields, template_of: Callable[[bool], str]) -> Cha
         parallel_tool_calls=parallel,
         continue_final_message=is_open or None,
         chat_template_kwargs=_template_variables(fields, template_of(bool(tools))) or None,
+        thinking_token_budget=budget if thinks else None,
         # With thinking off, what a model thinks all the same (its template cannot stop it) is left out.
         include_reasoning=(fields.thinking or {}).get("type") != "disabled",
         response_format=_response_format(fields.output_config),
@@ -234,14 +239,21 @@ def _template_variables(fields: PromptFields, template: str) -> dict[str, object
             raise InvalidRequest(
                 f'thinking.type must be "enabled", "disabled" or "adaptive", not {shown(kind)}', param="thinking"
             )
-        budget = fields.thinking.get("budget_tokens")
-        if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-            raise InvalidRequest(
-                f"thinking.budget_tokens must be an integer of at least 1, not {shown(budget)}", param="thinking"
-            )
         if switch := switch_of(template):
             variables[switch] = kind != "disabled"
     return variables
+
+
+def _budget(thinking: dict[str, Any] | None) -> int | None:
+    """Tokens that thinking may take; only ``enabled`` has a budget."""
+    if thinking is None or thinking.get("type") != "enabled":
+        return None
+    budget = thinking.get("budget_tokens")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise InvalidRequest(
+            f"thinking.budget_tokens must be an integer of at least 1, not {shown(budget)}", param="thinking"
+        )
+    return budget
 
 
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:

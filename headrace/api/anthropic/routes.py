@@ -25,7 +25,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     house, body, arrival = await receive(request)
     fields = _checked(house, body, MessagesFields)
-    chat = chat_fields(fields, house.text.chat_template.source)
+    chat = chat_fields(fields, house.text.chat_template.source, house.parsers.reasoning is not None)
     generation = await chat_request(house, chat, arrival, house.model_limits(), prefix="msg_", whole_calls=True)
     shape = MessageShape(
         id=generation.id,
@@ -44,7 +44,7 @@ async def count_tokens(request: Request) -> Response:
     """Prompt tokens that the same body would have as a message; nothing is generated."""
     house, body, arrival = await receive(request)
     fields = _checked(house, body, PromptFields)
-    chat = chat_fields(fields, house.text.chat_template.source)
+    chat = chat_fields(fields, house.text.chat_template.source, house.parsers.reasoning is not None)
     check_constraints(chat)
     prompt = await arrival.call(render_chat(house, chat))
     return json_response({"input_tokens": len(prompt.token_ids)})

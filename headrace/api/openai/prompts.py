@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.api.arrival import Arrival
 from headrace.api.fields import shown
 from headrace.api.openai.constraints import check_constraints
@@ -21,8 +23,9 @@ from headrace.api.services import ModelLimits, Services
 from headrace.errors import InvalidRequest
 from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
-from headrace.gateway.sequence_text import TextOptions
+from headrace.gateway.sequence_text import TextOptions, ThinkingLimit
 from headrace.text.chat_messages import content_text
+from headrace.text.reasoning import ending_of
 from headrace.text.stop_strings import validate_stops
 
 MAX_SEQUENCES = 1024
@@ -96,9 +99,28 @@ async def chat_request(
         parallel=fields.parallel_tool_calls is not False,
         hides_reasoning=fields.include_reasoning is False,
     )
-    return _generation_request(
+    request = _generation_request(
         services, fields, [prompt.token_ids], arrival, limits, f"{prefix}{arrival.id}", answer
     )
+    return _with_thinking_limit(services, fields, request)
+
+
+def _with_thinking_limit(services: Services, fields: ChatFields, request: GenerationRequest) -> GenerationRequest:
+    """The request with its thinking budget, or the server's; the latter only where it can apply."""
+    asked = fields.thinking_token_budget
+    budget = asked if asked is not None else services.config.thinking_token_budget
+    answer = request.text.answer
+    if budget is None:
+        return request
+    can_apply = answer is not None and answer.reasoning is not None and request.n == 1
+    if not can_apply and asked is not None:
+        why = "needs n = 1" if request.n > 1 else "needs a reasoning parser, and this model has none"
+        raise InvalidRequest(f"thinking_token_budget {why}", param="thinking_token_budget")
+    if not can_apply or answer is None or answer.reasoning is None:
+        return request
+    ending = services.text.tokenizer.encode(ending_of(answer.reasoning), parse_special=True, add_bos=False)
+    limit = ThinkingLimit(budget, tuple(ending), request.prompts[0].params.max_tokens)
+    return msgspec.structs.replace(request, text=msgspec.structs.replace(request.text, thinking=limit))
 
 
 async def completion_request(

@@ -83,6 +83,7 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Positive | None = None
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -100,7 +101,7 @@ HINTS = frozenset({
 REFUSED: dict[str, tuple[object, ...]] = {
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
-    "reasoning": (), "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "verbosity": (),
+    "reasoning": (), "thinking": (), "enable_thinking": (), "verbosity": (),
     "functions": (), "function_call": ("none",),
     "audio": (), "modalities": (["text"],), "web_search_options": (),
     "suffix": (), "bad_words": (),
@@ -112,6 +113,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 _CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
 _COMPLETION_ONLY_REFUSED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},), "reasoning_effort": (), "include_reasoning": (),
+    "thinking_token_budget": (),
     "tools": (), "tool_choice": ("none",), "messages": (), "top_logprobs": (), "max_completion_tokens": (),
 }  # fmt: skip
 

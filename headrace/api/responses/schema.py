@@ -50,11 +50,13 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Positive | None = None
 
 
 _SAME_AS_CHAT = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed", "stop", "priority", "cache_salt", "chat_template_kwargs",
+    "thinking_token_budget",
 )  # fmt: skip
 HINTS = frozenset({
     "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
@@ -62,7 +64,7 @@ HINTS = frozenset({
 })  # fmt: skip
 REFUSED = frozenset({
     "conversation", "prompt", "moderation", "image", "access_programs", "background_options", "response_format",
-    "thinking_token_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structured_outputs", "logit_bias", "stop_token_ids", "min_tokens", "n",
 })  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"

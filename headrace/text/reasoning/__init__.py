@@ -11,35 +11,43 @@ from dataclasses import dataclass
 
 from headrace.errors import StartupError
 from headrace.text.reasoning.events import Parser
-from headrace.text.reasoning.harmony import MARKS, HarmonyParser
+from headrace.text.reasoning.harmony import FINAL, MARKS, HarmonyParser
 from headrace.text.reasoning.tags import TagReasoning
 
-__all__ = ["get_reasoning_parser", "is_harmony", "names", "needs_special", "opening_of"]
+__all__ = ["ending_of", "get_reasoning_parser", "is_harmony", "names", "needs_special", "opening_of", "tags_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
     """One way to mark reasoning. ``marks`` may be special tokens, whose text the parser must see.
 
-    ``opening`` is what a template writes to open a block, "" when templates do not.
+    ``opening`` is what a template writes to open a block, "" when templates do not; ``ending`` is what a model
+    writes to end one and begin its answer.
     """
 
     make: Callable[[str], Parser]
     marks: frozenset[str]
     opening: str
+    ending: str
 
 
 def _tags(opening: str, closing: str) -> _Format:
-    return _Format(lambda opened: TagReasoning(opening, closing, opened), frozenset({opening, closing}), opening)
+    return _Format(
+        lambda opened: TagReasoning(opening, closing, opened),
+        frozenset({opening, closing}),
+        opening,
+        f"\n{closing}\n\n",
+    )
 
 
 _THINK = _tags("<think>", "</think>")
-_HARMONY = _Format(lambda opened: HarmonyParser(opened=opened), MARKS, "")
+_HARMONY = _Format(lambda opened: HarmonyParser(opened=opened), MARKS, "", FINAL)
 # gemma4 names the channel behind the mark; only "thought" is reasoning.
 _GEMMA4 = _Format(
     lambda opened: TagReasoning("<|channel>thought", "<channel|>", opened),
     frozenset({"<|channel>", "<channel|>"}),
     "<|channel>thought",
+    "<channel|>",
 )
 _FORMATS = {
     **dict.fromkeys(
@@ -87,6 +95,17 @@ def opening_of(name: str, prompt: str) -> str:
     """The opening tag when ``prompt`` (a rendered chat prompt, or its end) ends in it, else ""."""
     opening = _format(name).opening
     return opening if opening and prompt.rstrip().endswith(opening) else ""
+
+
+def ending_of(name: str) -> str:
+    """What ends a block and begins the answer, special tokens by their text: for who cuts thinking short."""
+    return _format(name).ending
+
+
+def tags_of(name: str) -> tuple[str, str]:
+    """What opens and what closes a block; not for harmony."""
+    form = _format(name)
+    return form.opening, form.closing
 
 
 def is_harmony(name: str) -> bool:

@@ -18,6 +18,7 @@ from headrace.text.reasoning.events import Content, Reasoning
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+FINAL = f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}"
 MARKS = frozenset({START, CHANNEL, MESSAGE, "<|constrain|>", *ENDS})
 
 _MAX_HEADER_CHARS = 512
