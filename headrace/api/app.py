@@ -9,7 +9,8 @@ the OpenAPI document from the same structs that decode them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -75,6 +76,13 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
 
 def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics) -> FastAPI:
     """The HTTP side of one engine."""
+    house = make_services(config, engine, text, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        house.responses.close()
+
     app = FastAPI(
         title="Headrace",
         version=headrace.__version__,
@@ -82,9 +90,10 @@ def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metr
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
+        lifespan=lifespan,
         exception_handlers={HTTPException: answer_http_exception},
     )
-    app.state.services = make_services(config, engine, text, metrics)
+    app.state.services = house
     schemas: list[type] = []
     for method, path, handler, schema in ROUTES:
         _add_route(app, method, path, handler, schema)
@@ -117,6 +126,7 @@ def make_services(
     isolate_keys = config.prefix_isolation == "key"
     pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
     store = ResponseStore(config.response_store_file, config.response_store_mb * 1024 * 1024)
+    store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
     return Services(config, engine, text, metrics, pipeline, defaults, parsers, store)

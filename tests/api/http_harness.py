@@ -130,6 +130,7 @@ class Api:
 
     def close(self) -> None:
         self.run(self.client.aclose())
+        self.app.state.services.responses.close()
         self.runner.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -1,21 +1,23 @@
 """Stored responses: one SQLite file, bounded, shared by all servers of a user, each key seeing only its own.
 
 A row is one response with its own input; the conversation before it is found by following ``previous``. When the
-file's content grows over its bound, what was not used for longest goes; using a response uses all before it. A
-connection lives for one operation: nothing is held open, and several processes may share the file.
+file's content grows over its bound, what was not used for longest goes; using a response uses all before it. The
+file is opened with the first use, and several processes may share it.
 """
 
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headrace.errors import StartupError
 from headrace.files import state_folder
 
 _FILE = "responses.sqlite3"
@@ -59,10 +61,27 @@ class ResponseStore:
     def __init__(self, file: str | None, limit_bytes: int) -> None:
         self._file = file
         self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
 
     @property
     def is_on(self) -> bool:
         return self._limit_bytes > 0
+
+    def check(self) -> None:
+        """Raises StartupError when a file that was named cannot be used."""
+        if self._file is None or not self.is_on:
+            return
+        try:
+            with self._transaction():
+                pass
+        except (sqlite3.Error, OSError) as error:
+            raise StartupError(f"--response-store-file {self._file} cannot be used: {error}") from None
+
+    def close(self) -> None:
+        """Close the file; the next use opens it again."""
+        with self._lock:
+            self._drop()
 
     def put(self, response: dict[str, Any], items: list[dict[str, Any]], previous: str | None, key: str) -> bool:
         """Store a finished response. False: it alone is larger than the bound."""
@@ -126,11 +145,32 @@ class ResponseStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._database is None:
+                self._database = self._open()
+            try:
+                with self._database:
+                    yield self._database
+            except sqlite3.Error:
+                self._drop()
+                raise
+
+    def _open(self) -> sqlite3.Connection:
         path = Path(self._file) if self._file is not None else state_folder() / _FILE
-        with closing(sqlite3.connect(path, timeout=_LOCK_WAIT_S)) as database:
+        path.touch(mode=0o600)
+        database = sqlite3.connect(path, timeout=_LOCK_WAIT_S, check_same_thread=False)
+        try:
+            # Answers survive the process's death at every commit, the machine's at every checkpoint.
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute("PRAGMA secure_delete = ON")
             database.executescript(_SCHEMA)
-            with database:
-                yield database
+        except sqlite3.Error:
+            database.close()
+            raise
+        return database
+
+    def _drop(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
