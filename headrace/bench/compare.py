@@ -109,18 +109,21 @@ def only_in_one(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], 
 def _compare_cells(
     a: Mapping[str, Any], b: Mapping[str, Any], draws: int, random: np.random.Generator
 ) -> list[Difference]:
+    name = a["name"]
     rates = [_rates(cell) for cell in (a, b)]
-    values = [cell["figures"]["output_tokens_per_s"] for cell in (a, b)]
-    enough = min(map(len, rates)) >= _MIN_REPETITIONS
-    bounds = _interval(rates[0], rates[1], _mean, draws, random) if enough else (None, None)
-    found = [Difference(a["name"], "output tok/s", *values, _change(*values), *bounds, better_up=True)]
+    low = high = None
+    if min(map(len, rates)) >= _MIN_REPETITIONS:
+        low, high = _interval(rates[0], rates[1], _mean, draws, random)
+    before, after = (cell["figures"]["output_tokens_per_s"] for cell in (a, b))
+    found = [Difference(name, "output tok/s", before, after, _change(before, after), low, high, better_up=True)]
     samples = [_good(cell) for cell in (a, b)]
-    for name, values_of, figure in LATENCIES:
+    for title, values_of, figure in LATENCIES:
         units = [[np.array(taken) for sample in side if (taken := values_of(sample))] for side in samples]
-        values = [figure(np.concatenate(side)) if side else None for side in units]
-        enough = min(map(len, units)) >= _MIN_REQUESTS
-        bounds = _interval(units[0], units[1], figure, draws, random) if enough else (None, None)
-        found.append(Difference(a["name"], name, *values, _change(*values), *bounds))
+        before, after = (figure(np.concatenate(side)) if side else None for side in units)
+        low = high = None
+        if min(map(len, units)) >= _MIN_REQUESTS:
+            low, high = _interval(units[0], units[1], figure, draws, random)
+        found.append(Difference(name, title, before, after, _change(before, after), low, high))
     return found
 
 

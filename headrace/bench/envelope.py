@@ -27,10 +27,9 @@ class Envelope:
 async def find_envelope(
     keeps: Callable[[float], Awaitable[bool]], low: float, high: float, *, whole: bool, tolerance: float = 0.05
 ) -> Envelope:
-    """Highest load in [low, high] for which ``keeps`` is true, taken to be true below it.
+    """Highest load in [low, high] for which ``keeps`` is true, taken to be true for every lower one.
 
-    Args:
-        whole: loads are whole numbers, and the answer is exact; otherwise it is within ``tolerance`` of itself.
+    With ``whole`` loads are whole numbers and the answer is exact; otherwise it is within ``tolerance`` of itself.
     """
     kept: float | None = None
     broken: float | None = None

@@ -1,4 +1,4 @@
-"""A report as one HTML file: charts as inline SVG, figures as a table, light and dark. Nothing is loaded from anywhere."""
+"""A report as one HTML file: charts as inline SVG, figures as a table. Nothing is loaded from anywhere."""
 
 from __future__ import annotations
 
@@ -6,37 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from headrace.bench.html_style import STYLE
 from headrace.bench.report import runs_of, warnings
 from headrace.bench.stats import gaps_s, percentile, ttft_s
 from headrace.bench.svg import Axis, Line, line_chart
 from headrace.bench.table import COLUMNS, cost_lines, envelope_lines
 
 _CURVE_POINTS = 101
-
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --soft: #5b6675; --rule: #dde2e9;
-  --c0: #2563c9; --c1: #c2571a; --c2: #16805a; --c3: #8a3fb5; --c4: #b3890b; --c5: #c22f55; --c6: #3d7f96; --c7: #6b6f3a; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181f; --ink: #e4e9f0; --soft: #98a4b3; --rule: #2c3542;
-  --c0: #6ea3ff; --c1: #f09a5e; --c2: #4fc796; --c3: #c590ee; --c4: #e0bb4b; --c5: #f0809c; --c6: #7cc4dc; --c7: #b9bd78; } }
-body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 1200px; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1.5rem; }
-figure { margin: 0; } svg { width: 100%; height: auto; }
-text { fill: var(--ink); font: 12px system-ui, sans-serif; } .title { font-weight: 600; font-size: 14px; }
-.tick, .label { fill: var(--soft); } .grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
-.line { fill: none; stroke-width: 2; } .dot { stroke: var(--paper); stroke-width: 1.5; }
-.legend { margin: .2rem 0 0; display: flex; flex-wrap: wrap; gap: .2rem 1rem; color: var(--soft); font-size: 13px; }
-.key { display: inline-block; width: 12px; height: 3px; margin: 0 .4rem .25rem 0; vertical-align: middle; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; } dt { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-""" + "\n".join(
-    f".line.c{n} {{ stroke: var(--c{n}); }} .dot.c{n} {{ fill: var(--c{n}); }} .key.c{n} {{ background: var(--c{n}); }}"
-    for n in range(8)
-)
 
 
 def to_html(report: Mapping[str, Any]) -> str:
@@ -48,7 +24,7 @@ def to_html(report: Mapping[str, Any]) -> str:
     notes = f"<h2>Remarks</h2><ul>{listed}</ul>" if listed else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <div class="charts">{charts}</div>
 <h2>Figures</h2><div class="scroll">{_table(report)}</div>

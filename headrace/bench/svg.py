@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes with round ticks, a legend, a title on every point. Colours are CSS variables."""
+"""Line charts as inline SVG: axes with round ticks, a legend, a title on every point; colours come from CSS."""
 
 from __future__ import annotations
 

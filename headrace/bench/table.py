@@ -86,7 +86,7 @@ def cost_lines(report: Mapping[str, Any]) -> list[str]:
         return []
     lines = [
         f"cost: {cost['per_million_tokens']:.3g} per million tokens at {cost['tokens_per_s']:.1f} tok/s "
-        f"({cost['owning_per_hour']:.3g} an hour to own, {cost['electricity_per_hour']:.3g} an hour of electricity)"
+        f"({cost['owning_per_hour']:.3g} an hour to own, {cost['electricity_per_hour']:.3g} of electricity)"
     ]
     if cost["rented_per_million_tokens"] is not None:
         hours = cost["break_even_hours"]

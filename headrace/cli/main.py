@@ -17,13 +17,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headrace.cli.serve", "serve a model over the OpenAI and Anthropic APIs"),
     "plan": ("headrace.cli.plan", "print the memory plan of a model without loading its weights"),
     "model": ("headrace.cli.model", "inspect and acquire models"),
+    "bench-serve": ("headrace.cli.bench_serve", "measure an OpenAI-compatible server under load"),
     "doctor": ("headrace.cli.doctor", "check device, BLAS, compiler and kernels"),
 }
 
 # command -> what it will do
 NOT_YET: dict[str, str] = {
     "bench": "offline throughput",
-    "bench-serve": "load on an OpenAI-compatible URL",
     "bench-kv-cache": "memory and error of quantized KV",
     "chat": "a chat in the terminal",
     "batch": "a file of requests, offline",
@@ -78,7 +78,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _help() -> str:
     lines = ["usage: headrace COMMAND [options]", "", "LLM inference server on MLX.", "", "commands:"]
-    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += [f"  {name:<14} {summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "  headrace COMMAND --help shows a command's options; --version prints the version."]
     return "\n".join(lines)
 
