@@ -1,7 +1,8 @@
 """From scheduled rows to the arrays of one forward: tokens, positions, slots, block tables.
 
 Host work only, on small numpy arrays. Two kinds of batch, one per reader of the pool (see
-``attention/reference.py``): *slices* carry each row's runs of slots on the host; *gather* carries block tables
+``attention/reference.py``): *slices* carry each row's runs of slots on the host, and the block tables of short
+decode rows, which are cheaper to gather together than to read one by one; *gather* carries block tables
 as arrays, with rows and table widths rounded up to buckets so that a compiled forward is traced once per bucket.
 Padding rows write to the null block and read one slot of it.
 """
@@ -9,6 +10,7 @@ Padding rows write to the null block and read one slot of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from headrace.core.layout import KVLayout
 from headrace.core.step import ScheduledRow
-from headrace.runner.layer_view import ForwardBatch, GroupBatch
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, RowBundle
 
 Ints = npt.NDArray[np.int32]
 
@@ -38,16 +40,34 @@ def coarse_bucket(count: int) -> int:
     return width
 
 
+@dataclass(frozen=True, slots=True)
+class BundleLimits:
+    """Positions of a row, and of all rows of a bundle with their padding, at most."""
+
+    row_tokens: int
+    total_tokens: int
+
+
+# Rows are bundled while the longest has at most this many times the blocks of the shortest; below three it does
+# not pay.
+_SIMILAR = 1.5
+_LEAST_ROWS = 3
+
+
 class InputBatchBuilder:
     """Builds forwards' batches; remembers each sequence's table as runs until the table changes.
 
     Args:
         layout: layer groups and block size.
         slices: whether attention reads slices (see the module docstring).
+        bundles: which rows a slicing reader gathers together; None: none.
         coarse_decode: decode tables get a few widths only (a kernel reads what a row has, not the whole table).
     """
 
-    def __init__(self, layout: KVLayout, *, slices: bool, coarse_decode: bool = False) -> None:
+    def __init__(
+        self, layout: KVLayout, *, slices: bool, bundles: BundleLimits | None = None, coarse_decode: bool = False
+    ) -> None:
+        self._bundles = bundles
         self._coarse_decode = coarse_decode
         self.layout = layout
         self._slices = slices
@@ -81,7 +101,8 @@ class InputBatchBuilder:
         firsts = [self._first_position(row, window) for row in rows]
         if self._slices:
             runs = [self._row_runs(group, row, first) for row, first in zip(rows, firsts, strict=True)]
-            return GroupBatch(window, slots, runs=runs, firsts=firsts)
+            bundles = self._bundle(group, rows, firsts) if length == 1 and self._bundles is not None else []
+            return GroupBatch(window, slots, runs=runs, firsts=firsts, bundles=bundles)
         tables, bases = self._tables(group, rows, firsts, total)
         return GroupBatch(window, slots, firsts=bases.tolist(), tables=mx.array(tables), bases=mx.array(bases))
 
@@ -105,6 +126,50 @@ class InputBatchBuilder:
     @staticmethod
     def _first_position(row: ScheduledRow, window: int | None) -> int:
         return 0 if window is None else max(0, row.start - window + 1)
+
+    def _bundle(self, group: int, rows: Sequence[ScheduledRow], firsts: Sequence[int]) -> list[RowBundle]:
+        """Rows within the limits, similar lengths together."""
+        limits, size = self._bundles, self.layout.block_size
+        assert limits is not None
+        spans = [(first // size, row.start // size + 1) for row, first in zip(rows, firsts, strict=True)]
+        widths = [last - first for first, last in spans]
+        short = [index for index in range(len(rows)) if widths[index] * size <= limits.row_tokens]
+        found: list[list[int]] = []
+        for index in sorted(short, key=widths.__getitem__):
+            width = widths[index]
+            current = found[-1] if found else []
+            fits = (len(current) + 1) * width * size <= limits.total_tokens
+            if current and fits and width <= max(_SIMILAR * widths[current[0]], 2):
+                current.append(index)
+            else:
+                found.append([index])
+        return [
+            self._row_bundle(group, rows, firsts, spans, members)
+            for members in found
+            if len(members) >= _LEAST_ROWS
+        ]
+
+    def _row_bundle(
+        self,
+        group: int,
+        rows: Sequence[ScheduledRow],
+        firsts: Sequence[int],
+        spans: Sequence[tuple[int, int]],
+        members: list[int],
+    ) -> RowBundle:
+        size = self.layout.block_size
+        width = max(spans[index][1] - spans[index][0] for index in members)
+        tables = np.zeros((len(members), width), np.int32)
+        bounds = np.zeros((2, len(members), 1), np.int32)
+        for place, index in enumerate(members):
+            first, last = spans[index]
+            blocks = rows[index].block_tables[group][first:last]
+            tables[place] = blocks[-1]
+            tables[place, : last - first] = blocks
+            bounds[:, place, 0] = firsts[index] - first * size, rows[index].start + 1 - first * size
+        slots = np.arange(width * size)
+        visible = (slots >= bounds[0]) & (slots < bounds[1])
+        return RowBundle(members, mx.array(members), mx.array(tables), mx.array(visible))
 
     def _row_runs(self, group: int, row: ScheduledRow, first: int) -> list[tuple[int, int]]:
         """Slot runs of positions ``first`` … end of the row."""

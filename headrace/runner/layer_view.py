@@ -18,6 +18,22 @@ from headrace.runner.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
+class RowBundle:
+    """Rows of one query each and similar, short context, which a slicing reader gathers together instead.
+
+    Attributes:
+        rows: indices of the rows, on the host and as ``[b]``.
+        tables: ``[b, W]`` int32 block ids, padded with the row's own last block.
+        visible: ``[b, W * block_size]`` bool: which slots of those blocks the row's query sees.
+    """
+
+    rows: Sequence[int]
+    index: mx.array
+    tables: mx.array
+    visible: mx.array
+
+
+@dataclass(frozen=True, slots=True)
 class GroupBatch:
     """Where the rows of one forward live in one layer group.
 
@@ -26,6 +42,7 @@ class GroupBatch:
         slots: ``[B * L]`` int32, where this forward's tokens are written.
         runs: per row, ``(first slot, last slot + 1)`` pieces in position order that cover the positions
             ``firsts[row]`` … end of the row; for readers that slice.
+        bundles: rows that are gathered together, for readers that slice; they have runs too.
         firsts: per row, position of the first slot in ``runs`` (and in ``tables``).
         tables: ``[B, num_blocks]`` int32 block ids for readers that gather, padded with the null block.
         bases: ``[B]`` int32 position of the first slot in ``tables``.
@@ -35,6 +52,7 @@ class GroupBatch:
     slots: mx.array
     runs: Sequence[Sequence[tuple[int, int]]] = ()
     firsts: Sequence[int] = ()
+    bundles: Sequence[RowBundle] = ()
     tables: mx.array | None = None
     bases: mx.array | None = None
 

@@ -25,8 +25,8 @@ import numpy as np
 from headrace.core.layout import KVLayout
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from headrace.request import TokenLogprobs
-from headrace.runner.grammar_masks import GrammarMasks, StepMasks
 from headrace.runner.attention.slices import bundle_limits
+from headrace.runner.grammar_masks import GrammarMasks, StepMasks
 from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView

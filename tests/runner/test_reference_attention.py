@@ -43,12 +43,16 @@ class Case:
         blocks = 1 + sum(counts)
         self.pool = KVPool([shape], [blocks], SIZE, head_major=head_major)
         ids = rng.permutation(np.arange(1, blocks)) if scattered else np.arange(1, blocks)
-        # Every slot is written, the null block's and those behind a row's end too.
+        # The null block and the slots behind a row's end are NaN, as a failed row leaves them.
         slots = blocks * SIZE
         keys = mx.array(rng.normal(size=(1, shape.kv_heads, slots, shape.key_dim))).astype(shape.dtype)
         values = mx.array(rng.normal(size=(1, shape.kv_heads, slots, shape.value_dim))).astype(shape.dtype)
-        self.pool.write(0, mx.arange(slots), keys, values)
         self.tables = np.split(ids, np.cumsum(counts)[:-1])
+        owned = np.zeros((1, 1, slots, 1), bool)
+        for end, table in zip(ends, self.tables, strict=True):
+            owned[:, :, (table[:, None] * SIZE + np.arange(SIZE)).reshape(-1)[:end]] = True
+        keys, values = (mx.where(mx.array(owned), x, mx.nan).astype(shape.dtype) for x in (keys, values))
+        self.pool.write(0, mx.arange(slots), keys, values)
         length = max(new)
         layout = KVLayout(SIZE, (LayerGroup("g", 1, 1, window),))
         rows = [
@@ -66,7 +70,8 @@ class Case:
             )
             for index, (end, count, table) in enumerate(zip(ends, new, self.tables, strict=True))
         ]
-        self.batch = InputBatchBuilder(layout, slices=head_major).build(rows, length)
+        limits = slices.bundle_limits(self.pool) if head_major else None
+        self.batch = InputBatchBuilder(layout, slices=head_major, bundles=limits).build(rows, length)
         self.view = LayerView(self.pool, 0, self.batch)
         self.scale = shape.key_dim**-0.5
         self.queries = mx.array(rng.normal(size=(len(ends), heads, length, shape.key_dim))).astype(shape.dtype)
@@ -128,7 +133,7 @@ SHAPES = st.builds(
 @given(
     seed=st.integers(0, 1000),
     shape=SHAPES,
-    ends=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    ends=st.lists(st.integers(1, 70), min_size=1, max_size=7),
     decode=st.booleans(),
     shared=st.sampled_from([1, 3]),
     head_major=st.booleans(),

@@ -36,6 +36,7 @@ class _Rows:
         tables: ``[b, W]`` block ids.
         bases: ``[b]`` position of the tables' first slot.
         offsets: ``[b]`` position of the rows' first query.
+        ends: ``[b]`` positions in the rows' context.
         extent: of the only row, (queries that are not padding, positions from the table's first slot to its end);
             None: several rows, or not known on the host.
     """
@@ -43,7 +44,16 @@ class _Rows:
     tables: mx.array
     bases: mx.array
     offsets: mx.array
+    ends: mx.array
     extent: tuple[int, int] | None
+
+    def written(self, x: mx.array, first: int) -> mx.array:
+        """Gathered ``[b, kv_heads, T, dim]``, the slots from ``first`` on, with zeros behind the rows' ends.
+
+        What earlier owners left there may be infinite or NaN, which no weight of zero removes.
+        """
+        key = self.bases[:, None] + mx.arange(first, first + x.shape[2])[None]
+        return mx.where((key < self.ends[:, None])[:, None, :, None], x, 0)
 
     def visible(self, first_query: int, queries: int, first: int, width: int, window: int | None) -> mx.array:
         """``[b, 1, queries, width]`` bool: which of the slots from ``first`` on each query may read."""
@@ -104,7 +114,7 @@ def _token_bytes(view: LayerView) -> int:
 
 def _take(view: LayerView, index: list[int], width: int, earlier: Earlier) -> _Rows:
     """``earlier``: what must be computed before these rows are gathered."""
-    tables, bases, offsets = _tables(view), view.group.bases, view.batch.offsets
+    tables, bases, offsets, ends = _tables(view), view.group.bases, view.batch.offsets, view.batch.ends
     assert bases is not None
     extent = None
     if len(index) == 1 and view.batch.lengths:
@@ -112,8 +122,8 @@ def _take(view: LayerView, index: list[int], width: int, earlier: Earlier) -> _R
         extent = count, start + count - view.group.firsts[index[0]]
     if len(index) < tables.shape[0]:
         rows = mx.array(index)
-        tables, bases, offsets = tables[rows], bases[rows], offsets[rows]
-    return _Rows(after(tables[:, :width], earlier), bases, offsets, extent)
+        tables, bases, offsets, ends = tables[rows], bases[rows], offsets[rows], ends[rows]
+    return _Rows(after(tables[:, :width], earlier), bases, offsets, ends, extent)
 
 
 def _attend(
@@ -129,7 +139,7 @@ def _attend(
         return _attend_tiled(queries, view, rows, scale, window, sinks)
     keys, values = gather(view, rows.tables)
     if not causal or rows.extent is None:
-        mask = rows.visible(0, length, 0, context, window)
+        mask, values = rows.visible(0, length, 0, context, window), rows.written(values, 0)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     # MLX aligns a causal mask at the end: cut what is padding on either side.
     real, end = rows.extent
@@ -156,7 +166,9 @@ def _attend_tiled(
     earlier: Earlier = []
     for column in range(0, rows.tables.shape[1], columns):
         tables = after(rows.tables[:, column : column + columns], earlier)
-        keys, values = (x.astype(mx.float32)[:, :, None] for x in gather(view, tables))
+        keys, values = gather(view, tables)
+        keys = keys.astype(mx.float32)[:, :, None]
+        values = rows.written(values, column * size).astype(mx.float32)[:, :, None]
         for (first, last), state in zip(spans, states, strict=True):
             scores = after(grouped[..., first:last, :], earlier) @ keys.swapaxes(-1, -2)
             visible = rows.visible(first, last - first, column * size, scores.shape[-1], window)
@@ -187,9 +199,18 @@ def _blocks(pool: mx.array, size: int, tables: mx.array) -> mx.array:
     return blocks.reshape(count, columns * size, heads, width).swapaxes(1, 2)
 
 
+def materialize_gathered(view: LayerView) -> tuple[mx.array, mx.array]:
+    """All rows' contexts ``[B, kv_heads, S, dim]``, zeros behind their ends."""
+    rows = _all_rows(view)
+    keys, values = gather(view, rows.tables)
+    return rows.written(keys, 0), rows.written(values, 0)
+
+
+def _all_rows(view: LayerView) -> _Rows:
+    assert view.group.bases is not None
+    return _Rows(_tables(view), view.group.bases, view.batch.offsets, view.batch.ends, None)
+
+
 def position_mask(view: LayerView, length: int, window: int | None) -> mx.array:
     """``[B, 1, L, S]`` bool: which slots of whole tables each query may read."""
-    assert view.group.bases is not None
-    tables = _tables(view)
-    rows = _Rows(tables, view.group.bases, view.batch.offsets, None)
-    return rows.visible(0, length, 0, tables.shape[1] * view.pool.block_size, window)
+    return _all_rows(view).visible(0, length, 0, _tables(view).shape[1] * view.pool.block_size, window)

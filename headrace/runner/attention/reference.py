@@ -41,8 +41,7 @@ def scratch_bytes(*, head_major: bool) -> int:
 def materialize(view: LayerView) -> tuple[mx.array, mx.array]:
     """All rows' contexts as ``[B, kv_heads, S, dim]`` arrays, for models that compute attention themselves."""
     if not view.pool.head_major:
-        assert view.group.tables is not None
-        return gather.gather(view, view.group.tables)
+        return gather.materialize_gathered(view)
     return slices.materialize_slices(view)
 
 

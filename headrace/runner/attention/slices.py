@@ -19,15 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.input_batch import BundleLimits
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import LayerView
+from headrace.runner.layer_view import LayerView, RowBundle
 
 READ_BYTES = 4 * 1024 * 1024
 SCORE_BYTES = 640 * 1024
 KEY_TILE = 512
+# Smaller pieces need not be read one after the other: MLX evaluates about twenty side by side, no more.
+UNORDERED_BYTES = READ_BYTES // 16
+# Decode rows up to this many positions are gathered together, as they come and packed.
+BUNDLED = 96
+BUNDLED_PACKED = 512
 # Of the largest piece: as read (copied runs, then float32), and a tile's scores, weights and mask; twice for
 # buffers that are free but not yet returned.
 SCRATCH_BYTES = 2 * (2 * READ_BYTES + 6 * SCORE_BYTES)
@@ -46,15 +53,23 @@ def attend_slices(
     if sinks is not None:
         sinks = sinks.astype(mx.float32).reshape(layer.kv_heads, shared, 1)
     outputs: list[mx.array] = []
-    for row in range(batch):
+    bundles = view.group.bundles if sinks is None else ()
+    order = [row for bundle in bundles for row in bundle.rows]
+    alone = sorted(set(range(batch)) - set(order))
+    for row in alone:
         reader = _Reader(view, row, outputs[-1:])
         if length == 1:
-            outputs.append(_one_query(grouped[row, :, :, 0], reader, sinks))
+            outputs.append(_one_query(grouped[row, :, :, 0], reader, sinks)[:, :, None])
         else:
             real = view.batch.lengths[row]
             out = _prefill(grouped[row, :, :, :real], reader, view.batch.starts[row], window, sinks)
             outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, length - real), (0, 0)]) if real < length else out)
-    out = mx.stack(outputs).reshape(batch, heads, length, layer.value_dim)
+    parts = [mx.stack(outputs)] if outputs else []
+    parts += [_together(grouped[bundle.index, :, :, 0], view, bundle)[:, :, :, None] for bundle in bundles]
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+    out = out.reshape(batch, heads, length, layer.value_dim)
+    if order:
+        out = out[mx.array(np.argsort([*alone, *order]))]
     return out.astype(queries.dtype)
 
 
@@ -77,8 +92,7 @@ class _Reader:
         """Bounded pieces in order; all of it when nothing is copied."""
         size = self.tokens
         if not self.in_place:
-            per_token = 4 * self.shape.kv_heads * (self.shape.key_dim + self.shape.value_dim)
-            size = max(1, READ_BYTES // per_token // KEY_TILE) * KEY_TILE
+            size = max(1, READ_BYTES // self._bytes(KEY_TILE)) * KEY_TILE
         for first in range(0, self.tokens, size):
             yield first, min(first + size, self.tokens)
 
@@ -101,9 +115,13 @@ class _Reader:
 
     def _cut(self, arrays: Sequence[mx.array], first: int, last: int) -> list[mx.array]:
         runs = cut_runs(self._runs, first, last)
-        if self.in_place:
-            return [join_runs(array, runs) for array in arrays]
-        return [join_runs(after(array, self._earlier), runs) for array in arrays]
+        if not self.in_place and self._bytes(last - first) > UNORDERED_BYTES:
+            arrays = [after(array, self._earlier) for array in arrays]
+        return [join_runs(array, runs) for array in arrays]
+
+    def _bytes(self, tokens: int) -> int:
+        """Of keys and values as they are attended."""
+        return 4 * self.shape.kv_heads * (self.shape.key_dim + self.shape.value_dim) * tokens
 
     @staticmethod
     def _unpacked(parts: list[mx.array], packing: VectorPacking | None) -> mx.array:
@@ -152,23 +170,23 @@ def _scores(query: mx.array, reader: _Reader, first: int, last: int) -> mx.array
 
 
 def packed_scores(query: mx.array, keys: Packed, packing: VectorPacking) -> mx.array:
-    """``[kv_heads, shared, T]`` of ``query [kv_heads, shared, dim]`` against packed ``[kv_heads, T, …]``."""
-    heads, shared, dim = query.shape
+    """``[…, shared, T]`` of ``query […, shared, dim]`` against packed keys ``[…, T, words or groups]``."""
+    *outer, shared, dim = query.shape
     groups, size = packing.groups, packing.group_size
     if packing.padded_dim != dim:
-        query = mx.pad(query, [(0, 0), (0, 0), (0, packing.padded_dim - dim)])
-    parts = query.reshape(heads, shared, groups, size)
+        query = mx.pad(query, [(0, 0)] * (query.ndim - 1) + [(0, packing.padded_dim - dim)])
+    parts = query.reshape(*outer, shared, groups, size)
     sums = mx.sum(parts, axis=-1)
     if groups > 1:  # a query per group, zero outside of it: one product for all groups
-        parts = parts[:, :, None] * mx.eye(groups)[:, :, None]
-    parts = parts.reshape(heads, shared * groups, packing.padded_dim)
-    products = parts @ _codes(keys.codes, packing.bits).swapaxes(1, 2)
-    scales = keys.scales.astype(mx.float32).swapaxes(1, 2)
-    biases = keys.biases.astype(mx.float32).swapaxes(1, 2)
+        parts = parts[..., None, :, :] * mx.eye(groups)[:, :, None]
+    parts = parts.reshape(*outer, shared * groups, packing.padded_dim)
+    products = parts @ _codes(keys.codes, packing.bits).swapaxes(-1, -2)
+    scales = keys.scales.astype(mx.float32).swapaxes(-1, -2)
+    biases = keys.biases.astype(mx.float32).swapaxes(-1, -2)
     if groups == 1:
         return products * scales + sums * biases
-    products = products.reshape(heads, shared, groups, -1) * scales[:, None]
-    return mx.sum(products, axis=2) + sums @ biases
+    products = products.reshape(*outer, shared, groups, -1) * scales[..., None, :, :]
+    return mx.sum(products, axis=-2) + sums @ biases
 
 
 def _codes(packed: mx.array, bits: int) -> mx.array:
@@ -193,17 +211,62 @@ def _weighted(weights: mx.array, reader: _Reader, first: int, last: int) -> mx.a
     packing = reader.shape.value_packing
     if packing is None:
         return weights @ reader.values(first, last)
-    codes, scales, biases = reader.value_parts(first, last)
+    return packed_sum(weights, Packed(*reader.value_parts(first, last)), packing)
+
+
+def packed_sum(weights: mx.array, values: Packed, packing: VectorPacking) -> mx.array:
+    """``[…, shared, dim]``: ``weights […, shared, T]`` times packed values ``[…, T, words or groups]``."""
     out = mx.quantized_matmul(
         weights,
-        codes,
-        scales.astype(mx.float32),
-        biases.astype(mx.float32),
+        values.codes,
+        values.scales.astype(mx.float32),
+        values.biases.astype(mx.float32),
         transpose=False,
         group_size=packing.group_size,
         bits=packing.bits,
     )
     return out[..., : packing.dim]
+
+
+# -- several short rows ------------------------------------------------------------------------------------
+
+
+def bundle_limits(pool: KVPool) -> BundleLimits:
+    """Which decode rows are cheaper gathered together: measured at 32 rows, three KV heads of 64."""
+    is_packed = any(layer.bits is not None for layer in pool.layers)
+    widest = max(4 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in pool.layers)
+    return BundleLimits(BUNDLED_PACKED if is_packed else BUNDLED, READ_BYTES // widest)
+
+
+def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array:
+    """``[b, kv_heads, shared, value_dim]`` for ``queries [b, kv_heads, shared, dim]`` of a bundle's rows."""
+    pool, index = view.pool, view.layer
+    layer, size = pool.layers[index], pool.block_size
+    blocks = pool.keys[index].shape[1] // size
+    places = bundle.tables[None] + (mx.arange(layer.kv_heads, dtype=mx.int32) * blocks)[:, None, None]
+
+    def gathered(array: mx.array) -> mx.array:
+        """``[kv_heads, b, W * size, width]``: whole blocks, each contiguous per head."""
+        width = array.shape[-1]
+        found = array.reshape(layer.kv_heads * blocks, size * width)[places]
+        return found.reshape(layer.kv_heads, len(bundle.rows), -1, width)
+
+    keys = [gathered(array) for array in (pool.keys[index], *pool.key_affine[index])]
+    values = [gathered(array) for array in (pool.values[index], *pool.value_affine[index])]
+    query = queries.swapaxes(0, 1)
+    if layer.key_packing is None:
+        scores = query @ keys[0].astype(mx.float32).swapaxes(-1, -2)
+    else:
+        scores = packed_scores(query, Packed(*keys), layer.key_packing)
+    weights = mx.softmax(mx.where(bundle.visible[:, None], scores, HIDDEN), axis=-1)
+    # What earlier owners left behind the row's end may be infinite or NaN, which no weight of zero removes.
+    seen = bundle.visible[..., None]
+    if layer.value_packing is None:
+        out = weights @ mx.where(seen, values[0], 0).astype(mx.float32)
+    else:
+        clean = Packed(values[0], mx.where(seen, values[1], 0), mx.where(seen, values[2], 0))
+        out = packed_sum(weights, clean, layer.value_packing)
+    return out.swapaxes(0, 1)
 
 
 # -- prefill -----------------------------------------------------------------------------------------------
