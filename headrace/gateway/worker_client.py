@@ -255,7 +255,9 @@ class WorkerClient:
             passed = record(entry, output)
             if passed is None:
                 continue
-            if is_first and entry.begun:
+            if (
+                is_first and entry.begun and not entry.request.emitted
+            ):  # a continuation's prompt was counted before
                 self.prompt_tokens_total += len(entry.request.prompt_token_ids)
             self.generation_tokens_total += len(passed.token_ids)
             self._streams[output.request_id].put(passed)
