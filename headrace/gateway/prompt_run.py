@@ -204,13 +204,17 @@ class PromptRun:
         return events
 
     def _continue_behind(self, taken: list[int]) -> None:
-        """Let the engine go on behind other tokens than its own: as a replay, under a new id."""
-        self._engine.abort(self.request.id)
-        base, _, number = self.request.id.partition("~")
+        """Let the engine go on behind other tokens than its own: as a replay, under a new id.
+
+        Submitted before the old one is dropped, so that a draining server does not take itself for idle.
+        """
+        old_id = self.request.id
+        base, _, number = old_id.partition("~")
         self.request = msgspec.structs.replace(
             self.request, id=f"{base}~{int(number or 0) + 1}", emitted={0: taken}
         )
         self._stream = self._engine.submit(self.request)
+        self._engine.abort(old_id)
 
     def _end_open_sequences(self) -> list[Event]:
         """The stream ended early: cancelled. What there is is delivered."""

@@ -194,3 +194,15 @@ def test_pings_while_nothing_happens(text_side: Any) -> None:
     assert text.startswith("event: message_start\n")
     assert text.count("event: ping\n") >= 2
     api.close()
+
+
+def test_pings_while_a_call_is_held_back(text_side: Any) -> None:
+    """A call is shown when it is complete; until then tokens come and nothing can be sent."""
+    api = Api(text_side, msgspec.structs.replace(CONFIG, tool_call_parser="hermes"))
+    shared = api.app.state.services.pipeline._shared
+    object.__setattr__(shared, "limits", PipelineLimits(keep_alive_s=1e-9))
+    user = {"role": "user", "content": "<|s09|>"}
+    events = api.post(MESSAGES, body(user, tools=TOOLS, stream=True)).text.split("\n\n")
+    first_call = next(i for i, event in enumerate(events) if "tool_use" in event)
+    assert any(event.startswith("event: ping") for event in events[1:first_call])
+    api.close()

@@ -74,9 +74,16 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("truncate_prompt_tokens", -2, ("-2",)),
     ("cache_salt", "", ("empty",)),
     ("priority", "high", ("high",)),
-    ("response_format", {"type": "json_object"}, ("not supported yet",)),
-    ("guided_json", {"type": "object"}, ("not supported yet",)),
-    ("structured_outputs", {"regex": "a"}, ("not supported yet",)),
+    ("response_format", {"type": "json_schema"}, ("schema",)),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}, ("must be an object",)),
+    ("guided_json", {"type": "nonsense"}, ("nonsense",)),
+    ("guided_json", "{", ("no JSON",)),
+    ("guided_regex", "[", ("unclosed",)),
+    ("guided_choice", [], ("not empty",)),
+    ("guided_grammar", "start: nothing", ("nothing",)),
+    ("structured_outputs", {"regex": 5}, ("a text",)),
+    ("structured_outputs", {}, ("json_object",)),
+    ("structured_outputs", {"structural_tag": {}}, ("structural_tag",)),
     ("bad_words", ["x"], ("not supported yet",)),
     ("use_beam_search", True, ("not supported yet",)),
     ("length_penalty", 2, ("not supported yet",)),
@@ -156,9 +163,9 @@ def test_completions_refuse(api: Api, field: str, value: Any, words: tuple[str, 
     assert api.engine.requests == []
 
 
-def test_what_tools_cannot_do_yet(api: Api) -> None:
+def test_forced_calls_need_a_known_format_and_a_declared_name(api: Api) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    refused(api.chat(tools=tools, tool_choice="required"), "tool_choice", "not supported yet")
+    refused(api.chat(tools=tools, tool_choice="required"), "tool_choice", "--tool-call-parser")
     named = {"type": "function", "function": {"name": "mul"}}
     refused(api.chat(tools=tools, tool_choice=named), "tool_choice", "mul")
 

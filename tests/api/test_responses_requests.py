@@ -62,7 +62,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("tools", [{"type": "function"}], "name"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "name": "f"}, "tool_choice"),
-    ("text", {"format": {"type": "json_object"}}, "text"),
+    ("text", {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}, "text"),
     ("text", {"format": {"type": "yaml"}}, "text"),
     ("text", {"verbosity": "high"}, "verbosity"),
     ("reasoning", {"effort": "high"}, "reasoning"),
