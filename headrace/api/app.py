@@ -27,6 +27,7 @@ from headrace.api.anthropic import routes as anthropic
 from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import AuthMiddleware
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.grammar_check import GrammarCheck
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
 from headrace.api.parsers import choose_parsers
@@ -129,7 +130,7 @@ def make_services(
     store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
-    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store)
+    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, GrammarCheck(text))
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:

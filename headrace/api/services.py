@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from headrace.api.fields import shown
+from headrace.api.grammar_check import GrammarCheck
 from headrace.api.parsers import Parsers
 from headrace.api.responses.running import RunningResponses
 from headrace.api.responses.store import ResponseStore
@@ -40,6 +41,7 @@ class Services:
     defaults: GenerationDefaults
     parsers: Parsers
     responses: ResponseStore
+    grammars: GrammarCheck
     running_responses: RunningResponses = field(default_factory=RunningResponses)
     started_at: float = field(default_factory=time.time)
 

@@ -85,12 +85,10 @@ class GrammarMasks:
             for place, index in work:
                 self._fill(step, place, index, rows[index], newest)
         else:
-            list(self._threads.map(lambda item: self._fill(step, *item, rows[item[1]], newest), work))
+            list(self._threads.map(lambda item: self._fill(step, item[0], item[1], rows[item[1]], newest), work))
         return step
 
-    def _fill(
-        self, step: StepMasks, place: int, index: int, row: ScheduledRow, newest: Mapping[int, int]
-    ) -> None:
+    def _fill(self, step: StepMasks, place: int, index: int, row: ScheduledRow, newest: Mapping[int, int]) -> None:
         """Make one row's mask; what goes wrong here is that row's alone."""
         output = row.history[row.num_prompt_tokens :]
         if not row.token_ids:

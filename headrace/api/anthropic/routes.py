@@ -13,7 +13,7 @@ from headrace.api.anthropic.render import MessageRenderer, MessageShape
 from headrace.api.anthropic.schema import MessagesFields, PromptFields, count_unknown, refuse_unsupported
 from headrace.api.fields import convert
 from headrace.api.models import json_response
-from headrace.api.openai.constraints import check_constraints
+from headrace.api.openai.constraints import content_demand
 from headrace.api.openai.prompts import chat_request, render_chat
 from headrace.api.request_scope import shown_id
 from headrace.api.services import Services
@@ -45,7 +45,7 @@ async def count_tokens(request: Request) -> Response:
     house, body, arrival = await receive(request)
     fields = _checked(house, body, PromptFields)
     chat = chat_fields(fields, house.text.chat_template.source, house.parsers.reasoning is not None)
-    check_constraints(chat)
+    content_demand(chat)
     prompt = await arrival.call(render_chat(house, chat))
     return json_response({"input_tokens": len(prompt.token_ids)})
 

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.api.arrival import Arrival
 from headrace.api.fields import shown
-from headrace.api.openai.constraints import check_constraints
+from headrace.api.openai.constraints import chat_grammar, completion_grammar, content_demand
 from headrace.api.openai.params import check_token_ids, for_prompt, sampling_params
 from headrace.api.openai.schema import ChatFields, CompletionFields, SamplingFields
 from headrace.api.openai.thinking import effort_variables
@@ -24,6 +24,7 @@ from headrace.errors import InvalidRequest
 from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
 from headrace.gateway.sequence_text import TextOptions, ThinkingLimit
+from headrace.params import Grammar
 from headrace.text.chat_messages import content_text
 from headrace.text.reasoning import ending_of
 from headrace.text.stop_strings import validate_stops
@@ -90,8 +91,9 @@ async def chat_request(
 
     ``whole_calls``: the dialect can only show calls whose arguments are a JSON object.
     """
-    check_constraints(fields)
+    content_demand(fields)  # what is no demand is refused before the work of rendering
     prompt = await arrival.call(render_chat(services, fields))
+    grammar = await chat_grammar(services, fields, prompt.tools or (), opened=bool(prompt.opened))
     answer = services.parsers.options(
         prompt.tools,
         opened=prompt.opened,
@@ -100,7 +102,7 @@ async def chat_request(
         hides_reasoning=fields.include_reasoning is False,
     )
     request = _generation_request(
-        services, fields, [prompt.token_ids], arrival, limits, f"{prefix}{arrival.id}", answer
+        services, fields, [prompt.token_ids], arrival, limits, f"{prefix}{arrival.id}", answer, grammar
     )
     return _with_thinking_limit(services, fields, request)
 
@@ -139,7 +141,10 @@ async def completion_request(
         ]
 
     token_ids = await arrival.call(tokenize)
-    request = _generation_request(services, fields, token_ids, arrival, limits, f"cmpl-{arrival.id}")
+    grammar = await completion_grammar(services, fields)
+    request = _generation_request(
+        services, fields, token_ids, arrival, limits, f"cmpl-{arrival.id}", grammar=grammar
+    )
     if not fields.echo:
         return request, [""] * len(prompts)
     texts = [
@@ -184,6 +189,7 @@ def _generation_request(
     limits: ModelLimits,
     request_id: str,
     answer: AnswerOptions | None = None,
+    grammar: Grammar | None = None,
 ) -> GenerationRequest:
     n = fields.n or 1
     if n * len(prompts) > MAX_SEQUENCES:
@@ -191,6 +197,8 @@ def _generation_request(
             f"{len(prompts)} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
         )
     params = sampling_params(fields, services.defaults, services.text.end_token_ids, limits)
+    if grammar is not None:
+        params = msgspec.structs.replace(params, grammar=grammar)
     end_token_ids = services.text.end_token_ids - set(fields.stop_token_ids or ())
     options = TextOptions(
         stop=validate_stops(fields.stop),

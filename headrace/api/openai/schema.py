@@ -67,6 +67,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class ChatFields(SamplingFields, frozen=True, kw_only=True):
@@ -80,7 +86,6 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Positive | None = None
@@ -99,7 +104,6 @@ HINTS = frozenset({
 
 # Field -> the values that ask for nothing. Empty lists and strings never do.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
     "reasoning": (), "thinking": (), "enable_thinking": (), "verbosity": (),
     "functions": (), "function_call": ("none",),
@@ -112,8 +116,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 _CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
 _COMPLETION_ONLY_REFUSED: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},), "reasoning_effort": (), "include_reasoning": (),
-    "thinking_token_budget": (),
+    "reasoning_effort": (), "include_reasoning": (), "thinking_token_budget": (),
     "tools": (), "tool_choice": ("none",), "messages": (), "top_logprobs": (), "max_completion_tokens": (),
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ class GrammarCompiler:
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
-        self._thread = _deep_thread()
+        self._thread: ThreadPoolExecutor | None = None
 
     def compile(self, grammar: Grammar) -> Future[llguidance.LLMatcher]:
         """The grammar's matcher in its first state, not to be changed; fails with ``GrammarError``."""
@@ -48,8 +48,9 @@ class GrammarCompiler:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
-        if known is None:
-            return self._thread.submit(self._compile, grammar)
+            if known is None:
+                self._thread = self._thread or _deep_thread()
+                return self._thread.submit(self._compile, grammar)
         done: Future[llguidance.LLMatcher] = Future()
         if isinstance(known, GrammarError):
             done.set_exception(known)
@@ -58,7 +59,8 @@ class GrammarCompiler:
         return done
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if self._vocabulary is None:

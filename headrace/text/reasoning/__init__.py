@@ -105,7 +105,7 @@ def ending_of(name: str) -> str:
 def tags_of(name: str) -> tuple[str, str]:
     """What opens and what closes a block; not for harmony."""
     form = _format(name)
-    return form.opening, form.closing
+    return form.opening, form.ending.strip()
 
 
 def is_harmony(name: str) -> bool:
