@@ -57,6 +57,7 @@ class Measured(msgspec.Struct, frozen=True):
     name: str
     path: str
     kernel: str | None
+    kernel_rows: int
     seconds: float
     gflops: float
 
@@ -92,7 +93,7 @@ def _prepare(*, refresh: bool) -> BlasChoice:
     measured, problems = _measured(threads, refresh=refresh)
     for best in sorted(measured, key=lambda one: one.rank):
         try:
-            library = blas_probe.load(best.path, threads, ctypes.RTLD_GLOBAL, best.kernel)
+            library = blas_probe.load(best.path, threads, ctypes.RTLD_GLOBAL, best.kernel, best.kernel_rows)
         except OSError as error:
             problems.append(f"{best.name}: {error}")
             continue
@@ -195,5 +196,5 @@ def _probe(candidate: Candidate, threads: int) -> Measured | str:
     if answer.get("correct"):
         name = f"{candidate.name} [{answer['core']}]" if answer["core"] else candidate.name
         seconds, gflops = float(answer["seconds"]), float(answer["gflops"])
-        return Measured(name, candidate.path, candidate.kernel, seconds, gflops)
+        return Measured(name, candidate.path, candidate.kernel, int(answer["kernel_rows"]), seconds, gflops)
     return f"{candidate.name} " + ("computes wrong products here" if answer else "does not run on this processor")

@@ -147,9 +147,9 @@ def test_a_library_that_computes_wrong_is_left_out(tmp_path: Path) -> None:
 
 def test_the_kernel_comes_first_then_the_faster_library() -> None:
     measured = [
-        Measured("a", "a", None, 1.0, 9.0),
-        Measured("b", "b", "kernel", 3.0, 2.0),
-        Measured("c", "c", "kernel", 2.0, 3.0),
+        Measured("a", "a", None, 64, 1.0, 9.0),
+        Measured("b", "b", "kernel", 64, 3.0, 2.0),
+        Measured("c", "c", "kernel", 64, 2.0, 3.0),
     ]
     assert [one.name for one in sorted(measured, key=lambda one: one.rank)] == ["c", "b", "a"]
 
@@ -165,7 +165,7 @@ def test_figures_are_measured_again_when_a_library_changes(
 
     def probe(one: Candidate, threads: int) -> Measured:
         probed.append(one)
-        return Measured(one.name, one.path, None, 1.0, 2.0)
+        return Measured(one.name, one.path, None, 64, 1.0, 2.0)
 
     monkeypatch.setattr(blas, "candidates", lambda problems: [candidate])
     monkeypatch.setattr(blas, "_probe", probe)

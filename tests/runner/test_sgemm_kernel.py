@@ -41,6 +41,10 @@ def sgemm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         compile_kernel(target, request.param)
         kernel = str(target)
     library = blas_probe.load(choice.path, 3, ctypes.RTLD_LOCAL, kernel)
+    return declared(library)
+
+
+def declared(library: ctypes.CDLL) -> Sgemm:
     integer, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
     shape = (integer, integer, integer, integer, integer, integer)
     library.cblas_sgemm.argtypes = [*shape, real, pointer, integer, pointer, integer, real, pointer, integer]
@@ -107,24 +111,37 @@ def test_every_layout(
     np.testing.assert_array_equal(c_[:, c_.shape[1] - pad :], before[:, c_.shape[1] - pad :])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 31, 32, 33, 100])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1536, 576), (777, 1001), (4096, 64), (32, 4096), (1, 300)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 31, 32, 33, 64, 65, 100, 129, 300])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1536, 576), (777, 1001), (4096, 64), (32, 4096), (1, 300), (50, 5001)]
+)
 def test_sizes_that_are_shared_out(sgemm: Sgemm, rows: int, outputs: int, inputs: int) -> None:
     source = np.random.default_rng(rows)
     x, w = integers(source, rows, inputs), integers(source, outputs, inputs)
     np.testing.assert_array_equal(linear(sgemm, x, w), x @ w.T)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(640, 576), (333, 1003), (2048, 64)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(640, 576), (333, 1003), (2048, 64), (40, 4500)])
 def test_a_row_does_not_depend_on_its_neighbours(sgemm: Sgemm, outputs: int, inputs: int) -> None:
-    """Bit for bit, for every number of rows that decoding uses."""
+    """Bit for bit, for every number of rows: of a decode step and of a prefill."""
     source = np.random.default_rng(7)
-    x = source.standard_normal((32, inputs), np.float32)
+    x = source.standard_normal((200, inputs), np.float32)
     w = source.standard_normal((outputs, inputs), np.float32)
-    alone = np.concatenate([linear(sgemm, x[i : i + 1], w) for i in range(32)])
-    for rows in (2, 3, 8, 15, 16, 17, 31, 32):
+    alone = np.concatenate([linear(sgemm, row[None], w) for row in x])
+    for rows in (2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 63, 65, 85, 128, 129, 200):
         np.testing.assert_array_equal(linear(sgemm, x[:rows].copy(), w), alone[:rows])
     np.testing.assert_allclose(alone, x.astype(np.float64) @ w.T.astype(np.float64), atol=1e-3)
+
+
+def test_rows_that_the_kernel_leaves_to_the_library() -> None:
+    choice = next(one for one in candidates([]) if one.kernel)
+    library = blas_probe.load(choice.path, 2, ctypes.RTLD_LOCAL, choice.kernel, kernel_rows=4)
+    try:
+        for rows in (3, 4, 5, 90):
+            x, w = integers(np.random.default_rng(1), rows, 576), integers(np.random.default_rng(2), 640, 576)
+            np.testing.assert_array_equal(linear(declared(library), x, w), x @ w.T)
+    finally:
+        library.headrace_sgemm_rows(blas_probe.ALL_ROWS)
 
 
 def test_zero_inputs(sgemm: Sgemm) -> None:

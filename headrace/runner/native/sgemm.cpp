@@ -1,15 +1,16 @@
-// cblas_sgemm for serving a model on a CPU, in front of a general BLAS ("base"). Two measured reasons:
+// cblas_sgemm for serving a model on a CPU, in front of a general BLAS ("base"). Three measured reasons:
 //
 // - A decode step multiplies a few rows by large weight matrices. A general BLAS copies a matrix into its own layout
-//   first and so moves it through memory more than once. Here every weight is read once, against all rows.
+//   first and so moves it through memory more than once. Here the few rows are packed, and every weight is read once
+//   from memory, ahead of its use, and multiplied into all rows.
 // - The threads of a general BLAS wait for each other: when another process takes a core, every product takes a
 //   scheduler's time slice. Here threads take pieces of the work from a counter; a helper that gets no core takes
 //   no piece, and the caller computes it.
+// - Each output of x · wᵀ is one chain of multiply-adds over k = 0, 1, 2, … whatever the number of rows, so a row's
+//   result does not depend on its neighbours, to the last bit.
 //
-// Each output of a product of up to kMaxRows rows is one chain of multiply-adds over k = 0, 1, 2, … whatever the
-// number of rows, so a row's result does not depend on its neighbours, to the last bit.
-//
-// All other products are cut into pieces, which base computes on one thread each.
+// Other products, and those of more rows than headrace_sgemm_rows() allows, are cut into pieces, which base computes
+// on one thread each.
 
 #include <algorithm>
 #include <atomic>
@@ -40,7 +41,7 @@ struct Product {
   float beta;
   float* c;
   int ldc;
-  const float* packed_a = nullptr;  // a as [k][rows], rows padded to whole vectors
+  float* packed = nullptr;  // a as in Bands
 };
 
 // -- sharing work ------------------------------------------------------------------------------------------
@@ -60,8 +61,11 @@ std::atomic<int> inside{0};             // helpers that entered, or are about to
 std::atomic<int> next_start{0};         // first index that nobody took
 std::atomic<uint32_t> generation{0};    // counts jobs; helpers sleep on it
 int helpers = 0;
+int most_rows = 64;
 
-constexpr int kSpins = 1000;  // looks for work before a helper sleeps: some tens of microseconds
+// Looks for work before a helper sleeps. The next product comes some tens of microseconds after the last one, or after
+// an attention; waking up takes as long. So a helper looks first, then lets others have the core between looks.
+constexpr int kSpins = 1000, kYields = 200, kSpinsPerYield = 40;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -76,9 +80,15 @@ void take_pieces() {
     job.piece(job.product, first, std::min(first + job.step, job.size));
 }
 
+bool idle(uint32_t seen, int spins) {
+  for (int i = 0; i < spins && generation.load(std::memory_order_relaxed) == seen; i++) relax();
+  return generation.load(std::memory_order_relaxed) == seen;
+}
+
 void helper_main() {
   for (uint32_t seen = 0;;) {
-    for (int i = 0; i < kSpins && generation.load(std::memory_order_relaxed) == seen; i++) relax();
+    if (idle(seen, kSpins))
+      for (int i = 0; i < kYields && idle(seen, kSpinsPerYield); i++) std::this_thread::yield();
     generation.wait(seen);
     seen = generation.load();
     inside.fetch_add(1);  // before looking at `open`: the caller closes first and looks at `inside` then
@@ -103,7 +113,7 @@ void share(const Product& product, Piece piece, int size, int step) {
   taken.store(false);
 }
 
-// -- few rows: c[m, n] = Σ_k a[m, k] · b[n, k] -------------------------------------------------------------
+// -- x · wᵀ: c[m, n] = Σ_k a[m, k] · b[n, k], weights b with one output per line ---------------------------
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRegisters = 32;
@@ -114,17 +124,17 @@ constexpr int kLanes = 4, kRegisters = 32;
 #else
 constexpr int kLanes = 4, kRegisters = 16;
 #endif
-constexpr int kMaxRows = 32;
-constexpr int kMaxVectors = kMaxRows / kLanes;
+constexpr int kMaxVectors = 4;          // of rows that are computed together: a band
+constexpr int kBlock = 16;              // columns written together: a cache line of c
+constexpr int kNearFloats = 96 * 1024;  // of bands that stay in a core's cache while weights pass by …
+constexpr int kDepth = 2048;            // … of k, for which one band does so
 
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t Indices __attribute__((vector_size(4 * kLanes)));
 
-inline void store(const Product& p, int row, int column, float sum) {
-  float* c = p.c + int64_t(row) * p.ldc + column;
-  *c = p.beta == 0 ? p.alpha * sum : p.alpha * sum + p.beta * *c;
-}
+inline Vector load(const float* memory) { return *reinterpret_cast<const Unaligned*>(memory); }
+inline void save(float* memory, Vector v) { *reinterpret_cast<Unaligned*>(memory) = v; }
 
 // One link of an output's chain, fused where the vectors' links are (a compiler may turn a plain scalar loop into
 // separate products and sums).
@@ -134,60 +144,6 @@ inline float link(float a, float b, float sum) {
 #else
   return sum + a * b;
 #endif
-}
-
-struct Free {
-  void operator()(float* memory) const { std::free(memory); }
-};
-
-// a in the layout of Product::packed_a, in memory of the calling thread that lives until its next product.
-const float* pack_rows(const Product& p, int width) {
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local size_t capacity = 0;
-  size_t needed = size_t(p.k) * width;
-  if (needed > capacity) {
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, (4 * needed + 63) / 64 * 64)));
-    if (!memory) std::abort();
-    capacity = needed;
-  }
-  float* x = memory.get();
-  if (p.m < width) std::memset(x, 0, 4 * needed);
-  for (int k = 0; k < p.k; k++, x += width)
-    for (int row = 0; row < p.m; row++) x[row] = p.a[int64_t(row) * p.lda + k];
-  return memory.get();
-}
-
-// Two rows or more: a vector holds one k of many rows, and each weight is multiplied into a vector of sums.
-template <int Vectors, int Columns>
-inline void panel(const Product& p, int column) {
-  Vector total[Columns][Vectors] = {};
-  const float* b[Columns];
-  for (int j = 0; j < Columns; j++) b[j] = p.b + int64_t(column + j) * p.ldb;
-  const Vector* x = reinterpret_cast<const Vector*>(p.packed_a);
-#pragma GCC unroll 4
-  for (int k = 0; k < p.k; k++, x += Vectors)
-    for (int j = 0; j < Columns; j++)
-      for (int v = 0; v < Vectors; v++) total[j][v] += x[v] * b[j][k];
-  for (int j = 0; j < Columns; j++) {
-    float sums[Vectors * kLanes];
-    std::memcpy(sums, total[j], sizeof sums);
-    for (int row = 0; row < p.m; row++) store(p, row, column + j, sums[row]);
-  }
-}
-
-template <int Vectors>
-void few_rows(const Product& p, int first, int last) {
-  // As many columns as there are registers for their sums; eight hide the latency of a multiply-add.
-  constexpr int kColumns = std::clamp((kRegisters - Vectors - 2) / Vectors, 1, 8);
-  int column = first;
-  for (; column + kColumns <= last; column += kColumns) panel<Vectors, kColumns>(p, column);
-  for (; column < last; column++) panel<Vectors, 1>(p, column);
-}
-
-template <int... V>
-Piece few_rows_of(int vectors, std::integer_sequence<int, V...>) {
-  static constexpr Piece pieces[] = {few_rows<V + 1>...};
-  return pieces[vectors - 1];
 }
 
 // Transposes a square of floats: at every stride (1, 2, 4 …) pairs of rows swap blocks of that width.
@@ -211,31 +167,175 @@ inline void transpose(Vector (&square)[kLanes]) {
   }
 }
 
+struct Free {
+  void operator()(float* memory) const { std::free(memory); }
+};
+
+// Memory of the calling thread that lives until its next product.
+float* scratch(size_t floats) {
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local size_t capacity = 0;
+  if (floats > capacity) {
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, (4 * floats + 63) / 64 * 64)));
+    if (!memory) std::abort();
+    capacity = floats;
+  }
+  return memory.get();
+}
+
+// Rows of a in bands of equal width, the last one perhaps narrower; a band is packed as [k][rows], its rows padded
+// with zeros to whole vectors.
+struct Bands {
+  int vectors, count, last_vectors;
+};
+
+Bands bands_of(int m) {
+  int vectors = (m + kLanes - 1) / kLanes;
+  int count = (vectors + kMaxVectors - 1) / kMaxVectors;
+  int each = (vectors + count - 1) / count;
+  count = (vectors + each - 1) / each;
+  return {each, count, vectors - (count - 1) * each};
+}
+
+// Packs k = first … last of all rows.
+void pack(const Product& p, int first, int last) {
+  Bands bands = bands_of(p.m);
+  for (int band = 0; band < bands.count; band++) {
+    int start = band * bands.vectors * kLanes;
+    int width = (band + 1 < bands.count ? bands.vectors : bands.last_vectors) * kLanes;
+    float* packed = p.packed + int64_t(start) * p.k;
+    for (int column = 0; column < width; column += kLanes) {
+      int rows = std::min(kLanes, p.m - start - column);
+      const float* a = p.a + int64_t(start + column) * p.lda;
+      float* to = packed + column;
+      int k = first;
+      for (; k + kLanes <= last; k += kLanes) {
+        Vector square[kLanes] = {};
+        for (int i = 0; i < rows; i++) square[i] = load(a + int64_t(i) * p.lda + k);
+        transpose(square);
+        for (int i = 0; i < kLanes; i++) save(to + int64_t(k + i) * width, square[i]);
+      }
+      for (; k < last; k++)
+        for (int i = 0; i < kLanes; i++) to[int64_t(k) * width + i] = i < rows ? a[int64_t(i) * p.lda + k] : 0;
+    }
+  }
+}
+
+// A vector holds one k of many rows, and each weight is multiplied into a vector of sums.
+template <int Vectors, int Columns, bool Ahead>
+inline void panel(const float* packed, const float* weights, int64_t ldb, int depth, float* sums, bool more,
+                  int64_t ahead) {
+  Vector total[Columns][Vectors] = {};
+  if (more)
+    for (int j = 0; j < Columns; j++)
+      for (int v = 0; v < Vectors; v++) total[j][v] = load(sums + (j * Vectors + v) * kLanes);
+  const float* b[Columns];
+  for (int j = 0; j < Columns; j++) b[j] = weights + j * ldb;
+  const Vector* x = reinterpret_cast<const Vector*>(packed);
+  int k = 0;
+  for (; k + 16 <= depth; k += 16) {
+    if (Ahead)
+      for (int j = 0; j < Columns; j++) __builtin_prefetch(b[j] + k + ahead, 0, 2);
+#pragma GCC unroll 4
+    for (int i = k; i < k + 16; i++, x += Vectors)
+      for (int j = 0; j < Columns; j++)
+        for (int v = 0; v < Vectors; v++) total[j][v] += x[v] * b[j][i];
+  }
+  for (; k < depth; k++, x += Vectors)
+    for (int j = 0; j < Columns; j++)
+      for (int v = 0; v < Vectors; v++) total[j][v] += x[v] * b[j][k];
+  for (int j = 0; j < Columns; j++)
+    for (int v = 0; v < Vectors; v++) save(sums + (j * Vectors + v) * kLanes, total[j][v]);
+}
+
+inline void write(const Product& p, int row, int column, int count, Vector v) {
+  float* c = p.c + int64_t(row) * p.ldc + column;
+  if (count == kLanes && p.alpha == 1 && p.beta == 0) {
+    save(c, v);
+    return;
+  }
+  float sums[kLanes];
+  std::memcpy(sums, &v, sizeof sums);
+  for (int j = 0; j < count; j++) c[j] = p.beta == 0 ? p.alpha * sums[j] : p.alpha * sums[j] + p.beta * c[j];
+}
+
+// One band by up to kBlock columns.
+template <int Vectors>
+void block(const Product& p, int row, int column, int columns, bool ahead) {
+  constexpr int kMost = (kRegisters - Vectors - 1) / Vectors;
+  constexpr int kColumns = kMost >= 8 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+  float sums[kBlock * Vectors * kLanes] __attribute__((aligned(64)));
+  const float* packed = p.packed + int64_t(row) * p.k;
+  const float* b = p.b + int64_t(column) * p.ldb;
+  int64_t next = column + 2 * kBlock <= p.n ? kBlock * int64_t(p.ldb) : 0;
+  for (int k = 0; k < p.k; k += kDepth, packed += kDepth * Vectors * kLanes, b += kDepth) {
+    int depth = std::min(kDepth, p.k - k);
+    int j = 0;
+    for (; j + kColumns <= columns; j += kColumns) {
+      float* to = sums + j * Vectors * kLanes;
+      if (ahead)
+        panel<Vectors, kColumns, true>(packed, b + j * int64_t(p.ldb), p.ldb, depth, to, k > 0, next);
+      else
+        panel<Vectors, kColumns, false>(packed, b + j * int64_t(p.ldb), p.ldb, depth, to, k > 0, 0);
+    }
+    for (; j < columns; j++)
+      panel<Vectors, 1, false>(packed, b + j * int64_t(p.ldb), p.ldb, depth, sums + j * Vectors * kLanes, k > 0, 0);
+  }
+  for (int v = 0; v < Vectors; v++)
+    for (int first = 0; first < columns; first += kLanes) {
+      Vector square[kLanes] = {};
+      for (int i = 0; i < kLanes && first + i < columns; i++)
+        square[i] = load(sums + ((first + i) * Vectors + v) * kLanes);
+      transpose(square);
+      int rows = std::min(kLanes, p.m - row - v * kLanes);
+      for (int i = 0; i < rows; i++)
+        write(p, row + v * kLanes + i, column + first, std::min(kLanes, columns - first), square[i]);
+    }
+}
+
+using Block = void (*)(const Product&, int, int, int, bool);
+constexpr Block kBlocks[kMaxVectors] = {block<1>, block<2>, block<3>, block<4>};
+
+void many_rows(const Product& p, int first, int last) {
+  Bands bands = bands_of(p.m);
+  int width = bands.vectors * kLanes;
+  int group = std::max(1, int(kNearFloats / (int64_t(width) * p.k)));
+  for (int start = 0; start < bands.count; start += group)
+    for (int column = first; column < last; column += kBlock)
+      for (int band = start; band < std::min(start + group, bands.count); band++) {
+        int vectors = band + 1 < bands.count ? bands.vectors : bands.last_vectors;
+        kBlocks[vectors - 1](p, band * width, column, std::min(kBlock, last - column), band == start);
+      }
+}
+
 // One row: a vector holds the sums of many columns. Weights are turned in registers, so that the chain of
 // multiply-adds of each output is the one that panel() makes.
 void one_row(const Product& p, int first, int last) {
   int column = first;
   for (; column + kLanes <= last; column += kLanes) {
     const float* b = p.b + int64_t(column) * p.ldb;
+    int64_t next = column + 2 * kLanes <= p.n ? kLanes * int64_t(p.ldb) : 0;
     Vector total = {};
     int k = 0;
     for (; k + kLanes <= p.k; k += kLanes) {
       Vector w[kLanes];
-      for (int j = 0; j < kLanes; j++) w[j] = *reinterpret_cast<const Unaligned*>(b + int64_t(j) * p.ldb + k);
+      for (int j = 0; j < kLanes; j++) w[j] = load(b + int64_t(j) * p.ldb + k);
+      for (int j = 0; j < kLanes; j++) __builtin_prefetch(b + int64_t(j) * p.ldb + k + next, 0, 2);
       transpose(w);
       for (int i = 0; i < kLanes; i++) total += w[i] * p.a[k + i];
     }
+    float sums[kLanes];
     for (int j = 0; j < kLanes; j++) {
-      float sum = total[j];
-      for (int t = k; t < p.k; t++) sum = link(p.a[t], b[int64_t(j) * p.ldb + t], sum);
-      store(p, 0, column + j, sum);
+      sums[j] = total[j];
+      for (int t = k; t < p.k; t++) sums[j] = link(p.a[t], b[int64_t(j) * p.ldb + t], sums[j]);
     }
+    write(p, 0, column, kLanes, load(sums));
   }
   for (; column < last; column++) {
     const float* b = p.b + int64_t(column) * p.ldb;
-    float sum = 0;
-    for (int k = 0; k < p.k; k++) sum = link(p.a[k], b[k], sum);
-    store(p, 0, column, sum);
+    Vector sum = {};
+    for (int k = 0; k < p.k; k++) sum[0] = link(p.a[k], b[k], sum[0]);
+    write(p, 0, column, 1, sum);
   }
 }
 
@@ -255,13 +355,34 @@ void base_rows(const Product& p, int first, int last) {
 
 // Sizes of pieces: long enough to be worth taking, many enough to even out, and whole cache lines of c.
 constexpr int kAlign = 32;
-constexpr int64_t kPieceFloats = 48 * 1024;
+constexpr int64_t kPieceProduct = 750'000;
+constexpr int64_t kPackedFloats = 64 * 1024;
 constexpr int64_t kSerialProduct = 2'000'000;
 
-int few_rows_step(const Product& p, int vectors) {
-  int64_t even = (p.n + 4 * (helpers + 1) - 1) / (4 * (helpers + 1));
-  int64_t long_enough = kPieceFloats / (int64_t(p.k) * vectors + 1);
-  return int(std::max(even, long_enough) / kAlign * kAlign + kAlign);
+// Up to 16 rows take the same time, two of them or more; one takes half of that.
+int columns_step(const Product& p) {
+  int threads = helpers + 1;
+  int64_t product = int64_t(p.n) * p.k * (p.m == 1 ? 8 : std::max(p.m, 16));
+  int64_t pieces = std::clamp<int64_t>(product / kPieceProduct, 1, 4 * threads);
+  if (pieces >= threads) pieces = (pieces + threads - 1) / threads * threads;
+  return int((p.n + pieces * kBlock - 1) / (pieces * kBlock) * kBlock);
+}
+
+int pack_step(const Product& p, int width) {
+  if (int64_t(width) * p.k < kPackedFloats) return p.k;
+  int pieces = 2 * (helpers + 1);
+  return (p.k + pieces * kLanes - 1) / (pieces * kLanes) * kLanes;
+}
+
+void by_weights(Product& p) {
+  if (p.m == 1) {
+    share(p, one_row, p.n, columns_step(p));
+    return;
+  }
+  int width = (p.m + kLanes - 1) / kLanes * kLanes;
+  p.packed = scratch(size_t(width) * p.k);
+  share(p, pack, p.k, pack_step(p, width));
+  share(p, many_rows, p.n, columns_step(p));
 }
 
 int base_step(int size) {
@@ -283,6 +404,9 @@ void headrace_sgemm_start(Sgemm sgemm, int threads) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+// Products x · wᵀ of more rows are left to base. May be called between products.
+void headrace_sgemm_rows(int most) { most_rows = most; }
+
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
                  const float* b, int ldb, float beta, float* c, int ldc) {
   if (order != kRowMajor) {  // column-major: the transposes are row-major, with the factors swapped
@@ -293,11 +417,8 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
   }
   Product p{trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc};
   if (m < 1 || n < 1) return;
-  if (m <= kMaxRows && k > 0 && trans_a == kNoTrans && trans_b == kTrans) {
-    int vectors = (m + kLanes - 1) / kLanes;
-    if (m > 1) p.packed_a = pack_rows(p, vectors * kLanes);
-    Piece piece = m == 1 ? one_row : few_rows_of(vectors, std::make_integer_sequence<int, kMaxVectors>{});
-    share(p, piece, n, few_rows_step(p, vectors));
+  if (m <= most_rows && k > 0 && trans_a == kNoTrans && trans_b == kTrans) {
+    by_weights(p);
   } else if (int64_t(m) * n * k < kSerialProduct) {
     base_rows(p, 0, m);
   } else if (n >= m) {
