@@ -14,6 +14,7 @@ from headrace.api.models import json_response
 from headrace.api.request_scope import key_name
 from headrace.api.services import services
 from headrace.errors import NotReady
+from headrace.gateway.memory_report import memory_report
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,7 +64,8 @@ async def status(request: Request) -> Response:
             "worker_restarts": state.restarts,
             "worker_reloads": state.reloads,
             "engine": None if state.ready is None else msgspec.structs.asdict(state.ready),
-            "stats": msgspec.structs.asdict(state.stats),
+            "stats": msgspec.to_builtins(state.stats),
+            "memory": memory_report(state),
         }
     )
 

@@ -7,6 +7,7 @@ readers take the root of the file system, so that tests can show them other mach
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # cgroup 1 writes "no limit" as the largest multiple of a page that fits 63 bits; anything above this means it.
 _UNLIMITED_BYTES = 1 << 60
 
@@ -47,6 +49,18 @@ class Memory:
 def read_memory() -> Memory:
     """Main memory as of now."""
     return _darwin_memory() if sys.platform == "darwin" else linux_memory(_ROOT)
+
+
+def process_bytes() -> int:
+    """Physical memory of this process: resident on Linux, the footprint on macOS (which counts Metal's buffers,
+    not run there yet); 0 where it is not known."""
+    if sys.platform == "darwin":
+        return _darwin_footprint()
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def usable_cores() -> int:
@@ -162,6 +176,17 @@ def _text(file: Path) -> str:
 def _darwin_memory() -> Memory:
     physical = _sysctl("hw.memsize") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Memory(physical, None, vm_stat_available(_output("vm_stat")) or physical)
+
+
+def _darwin_footprint() -> int:
+    """``ri_phys_footprint`` of proc_pid_rusage's first flavor: a UUID of 16 bytes, then 64-bit numbers."""
+    usage = ctypes.create_string_buffer(256)
+    try:
+        if ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(os.getpid(), 0, usage):
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(usage.raw[72:80], "little")
 
 
 def vm_stat_available(report: str) -> int:

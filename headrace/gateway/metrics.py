@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace.core.pressure import LEVELS
+from headrace.gateway.memory_report import prefix_cache_bytes
 from headrace.gateway.service import EngineState
 from headrace.worker.protocol import EngineStats
 
@@ -243,10 +244,25 @@ class Metrics(Collector):
         free = stats.blocks_total - stats.blocks_held - stats.blocks_cached
         blocks = {"held": stats.blocks_held, "cached": stats.blocks_cached, "free": free}
         yield _family(GaugeMetricFamily, "headrace:kv_blocks", "KV blocks by state.", self._own, "state", blocks)
+        groups = GaugeMetricFamily(
+            "headrace:kv_group_blocks", "KV blocks by layer group and state.", labels=["model", "group", "state"]
+        )
+        for group in stats.groups:
+            for name, count in (("held", group.held), ("cached", group.cached), ("free", group.free)):
+                groups.add_metric([self._own["model"], group.name, name], count)
+        yield groups
         plan = {} if ready is None else {k: v for k, v in ready.plan.items() if not isinstance(v, str)}
         yield _family(
             GaugeMetricFamily, "headrace:prefix_cache_bytes", "KV that only the prefix cache keeps.", self._own,
-            value=stats.blocks_cached * _block_bytes(plan),
+            value=prefix_cache_bytes(state),
+        )  # fmt: skip
+        yield _family(
+            GaugeMetricFamily, "headrace:memory_headroom_bytes", "Planned for everybody else.", self._own,
+            value=plan.get("headroom_bytes", 0),
+        )  # fmt: skip
+        yield _family(
+            GaugeMetricFamily, "headrace:process_memory_bytes", "Physical memory of the worker.", self._own,
+            value=stats.process_bytes,
         )  # fmt: skip
         memory = {"active": stats.active_bytes, "peak": stats.peak_bytes, "cache": stats.cache_bytes}
         yield _family(
@@ -274,15 +290,6 @@ class Metrics(Collector):
             GaugeMetricFamily, "headrace:attention_info", "1 for the attention implementation in use.", self._own,
             "implementation", implementation,
         )  # fmt: skip
-
-
-def _block_bytes(plan: dict[str, int | float]) -> float:
-    """Bytes of a block from the memory plan; with several layer groups, of the mean block.
-
-    Each group's pool has one block more than is usable, the null block.
-    """
-    usable = [count for item, count in plan.items() if item.startswith("blocks_")]
-    return plan.get("pool_bytes", 0) / (sum(usable) + len(usable)) if usable else 0.0
 
 
 def _family(

@@ -26,6 +26,7 @@ import zmq
 
 from headrace.config import EngineConfig
 from headrace.errors import StartupError
+from headrace.gateway.memory_report import plan_lines
 from headrace.gateway.worker_life import WorkerLife
 from headrace.gateway.worker_process import WORKER_COMMAND, WorkerDeath, WorkerProcess, is_stopped
 from headrace.worker.protocol import Ready, Shutdown, StepOutputs, ToGateway, ToWorker
@@ -273,6 +274,8 @@ class Supervisor:
     def _worker_ready(self, life: WorkerLife, ready: Ready) -> None:
         if life is self._successor:
             self._take_over(life)
+        for line in () if self._ever_ready else plan_lines(ready.plan):
+            log.info(line)
         self._ever_ready = True
         self._failed_starts = 0
         log.info("worker ready", extra={"pid": ready.pid, "device": ready.device, "attention": ready.attention})

@@ -65,6 +65,7 @@ class MemoryUse(NamedTuple):
     active: int = 0
     peak: int = 0
     cache: int = 0
+    process: int = 0
     available: int = 0
     pressure: str = "none"
 
@@ -139,8 +140,10 @@ class Engine:
             active_bytes=memory.active,
             peak_bytes=memory.peak,
             cache_bytes=memory.cache,
+            process_bytes=memory.process,
             available_bytes=memory.available,
             pressure=memory.pressure,
+            groups=stats.groups,
         )
 
     def handle(self, message: ToWorker) -> Accepted | Rejected | None:

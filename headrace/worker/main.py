@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from headrace.config import EngineConfig
-from headrace.core.machine import read_memory
+from headrace.core.machine import process_bytes, read_memory
 from headrace.core.pressure import default_thresholds
 from headrace.core.scheduler import Scheduler
 from headrace.worker.engine import MemoryUse
@@ -62,7 +62,7 @@ def pool_memory(config: EngineConfig, built: BuiltRunner) -> PoolMemory | None:
 def _memory() -> MemoryUse:
     import mlx.core as mx
 
-    return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+    return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), process_bytes())
 
 
 if __name__ == "__main__":

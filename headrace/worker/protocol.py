@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.config import EngineConfig
+from headrace.core.scheduler_types import GroupBlocks
 from headrace.request import EngineRequest, SequenceOutput
 
 # -- the worker's standard input, first line; then the pipe stays open for as long as the gateway lives ---
@@ -74,7 +75,8 @@ ToWorker = AddRequest | AbortRequest | ClearPrefixCache | Shutdown
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after a step; gauges unless the name says total.
 
-    ``available_bytes`` is what the machine has free, ``pressure`` one of ``headrace.core.pressure.LEVELS``.
+    ``available_bytes`` is what the machine has free, ``process_bytes`` the worker's physical memory (0: unknown),
+    ``pressure`` one of ``headrace.core.pressure.LEVELS``. ``blocks_*`` are those of all ``groups`` together.
     """
 
     running: int = 0
@@ -92,8 +94,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     active_bytes: int = 0
     peak_bytes: int = 0
     cache_bytes: int = 0
+    process_bytes: int = 0
     available_bytes: int = 0
     pressure: str = "none"
+    groups: tuple[GroupBlocks, ...] = ()
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

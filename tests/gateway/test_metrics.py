@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.core.scheduler_types import GroupBlocks
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.service import EngineState
 from headrace.worker.protocol import EngineStats, Ready
@@ -121,7 +122,10 @@ def test_histograms_are_cumulative_and_reach_600_s() -> None:
 
 
 def test_gauges_follow_the_engine() -> None:
-    stats = EngineStats(running=3, waiting=2, blocks_total=100, blocks_held=25, blocks_cached=50, active_bytes=9)
+    groups = (GroupBlocks("full", 60, 20, 30, 1000), GroupBlocks("sliding_64", 40, 5, 20, 1500))
+    stats = EngineStats(
+        running=3, waiting=2, blocks_total=100, blocks_held=25, blocks_cached=50, active_bytes=9, groups=groups
+    )
     engine = Engine(EngineState(status="ready", ready=READY, stats=stats, restarts=2))
     engine.held = 4
     metrics = Metrics("m", engine)
@@ -129,7 +133,8 @@ def test_gauges_follow_the_engine() -> None:
     assert value(metrics, "vllm:num_requests_waiting") == 6
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
     assert value(metrics, "headrace:kv_blocks", state="free") == 25
-    assert value(metrics, "headrace:prefix_cache_bytes") == 50_000
+    assert value(metrics, "headrace:kv_group_blocks", group="sliding_64", state="free") == 15
+    assert value(metrics, "headrace:prefix_cache_bytes") == 30 * 1000 + 20 * 1500
     assert value(metrics, "headrace:device_memory_bytes", kind="active") == 9
     assert value(metrics, "headrace:worker_restarts_total") == 2
     assert value(metrics, "headrace:memory_plan", item="weights_bytes") == 5
