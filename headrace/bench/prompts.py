@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import count as count_up
 from itertools import islice
 
 from headrace.bench.texts import FOLLOW_UPS, NOTES, PUZZLES, QUESTIONS, TASKS, WORDS
@@ -28,6 +29,7 @@ TOKENS_PER_CHARACTER = 0.22
 TEMPLATE_TOKENS = 12
 _TOKENS_PER_WORD = 1.3
 _FILLER = " a"
+_LINEAR_TRIES = 8
 _CLOSE = 6  # so few missing tokens are filled up at once
 
 Message = dict[str, str]
@@ -123,20 +125,26 @@ async def fit(source: Draft, target: int, count: Count, guess: int | None = None
 
     A head that is too long by itself comes without any filler.
     """
-    low, low_count, high = -1, 0, len(source.words) + 1
+    low, low_count, high, high_count = -1, 0, len(source.words) + 1, 0
     words = min(len(source.words), max(0, round(target / _TOKENS_PER_WORD) if guess is None else guess))
-    while True:
+    for tries in count_up():
         counted = await count(source.messages(words))
         if counted == target or (counted > target and words == 0):
             return Fitted(source.messages(words), counted, words)
         if counted < target:
             low, low_count = words, counted
         else:
-            high = words
+            high, high_count = words, counted
         if 0 < target - counted <= _CLOSE or high - low == 1:
             return await _fill(source, low, low_count, target, count)
-        step = round((target - counted) / _TOKENS_PER_WORD) or (1 if counted < target else -1)
-        words = min(max(words + step, low + 1), high - 1)
+        if low >= 0 and high_count:  # between two known sizes: a straight line, then halves
+            share = (target - low_count) / (high_count - low_count) if tries < _LINEAR_TRIES else 0.5
+            words = low + round(share * (high - low))
+        else:
+            step = round((target - counted) / max(_TOKENS_PER_WORD, counted / max(words, 1)))
+            words += step or (1 if counted < target else -1)
+        words = min(max(words, low + 1), high - 1)
+    raise AssertionError("the interval shrinks with every try")
 
 
 async def _fill(source: Draft, words: int, counted: int, target: int, count: Count) -> Fitted:

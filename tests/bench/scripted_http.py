@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -33,15 +34,38 @@ class Log:
     open_most: int = 0
 
 
+# Path -> what it answers, given the parsed body: text as it is, anything else as JSON, None as a 404.
+Routes = Mapping[str, Callable[[dict[str, object]], object]]
+
+
+async def _answer(routes: Routes, path: str, body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+    answer = routes[path](body) if path in routes else None
+    status = "404 x" if answer is None else "200 OK"
+    data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+    writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+    writer.close()
+
+
 @asynccontextmanager
-async def scripted_server(script_of: Callable[[int], Script]) -> AsyncIterator[tuple[str, Log]]:
-    """Serves request i (in order of arrival) with ``script_of(i)``; yields base URL and log."""
+async def scripted_server(
+    script_of: Callable[[int], Script], routes: Routes | None = None
+) -> AsyncIterator[tuple[str, Log]]:
+    """Serves streamed request i (in order of arrival) with ``script_of(i)``; yields base URL and log.
+
+    GETs, and POSTs to ``routes``, are answered from there and not logged.
+    """
     log = Log()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
-        body = json.loads(await reader.readexactly(length))
+        method, path, _ = head.split(" ", 2)
+        lengths = head.lower().split("content-length:")[1:]
+        raw = await reader.readexactly(int(lengths[0].split("\r\n")[0])) if lengths else b"{}"
+        body = json.loads(raw)
+        if method == "GET" or path in (routes or {}):
+            await _answer(routes or {}, path, body, writer)
+            return
         index = len(log.bodies)
         log.bodies.append(body)
         log.heads.append(head)
@@ -71,6 +95,30 @@ async def scripted_server(script_of: Callable[[int], Script]) -> AsyncIterator[t
     finally:
         server.close()
         await server.wait_closed()
+
+
+@contextmanager
+def scripted_thread(script_of: Callable[[int], Script], routes: Routes | None = None) -> Iterator[tuple[str, Log]]:
+    """The same on a thread of its own, for what runs its own event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    serving = scripted_server(script_of, routes)
+    try:
+        yield asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(_drain(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+async def _drain() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def chunked(data: bytes) -> bytes:
