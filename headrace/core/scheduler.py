@@ -97,7 +97,7 @@ class Scheduler:
         self._is_open = True
         self._next_seq_id = 0
         self._steps = 0
-        self._num_sequences = 0
+        self._num_sequences = self._num_replays = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
 
@@ -120,6 +120,7 @@ class Scheduler:
             seq = Sequence(self._next_seq_id, group, index, self._max_total, self._kv.num_groups)
             self._next_seq_id += 1
             group.sequences[index] = seq
+            self._num_replays += seq.is_replay
             self._waiting.open_account(seq)
             if group.leader is None:
                 group.leader = seq
@@ -218,7 +219,8 @@ class Scheduler:
 
     def _schedule_together(self, draft: _Draft, now: float) -> None:
         prefilling = self._schedule_decodes(draft)
-        draft.batch.open(decode_rows=len(draft.decode))
+        # After a worker's death every stream waits: what they had is computed again at full speed, not in turns.
+        draft.batch.open(decode_rows=0 if self._num_replays else len(draft.decode))
         if prefilling and self._newcomers_turn and len(prefilling) < MAX_MIXED_PREFILLS:
             self._admit(draft, now)
             self._continue_prefills(draft, prefilling)
@@ -533,6 +535,8 @@ class Scheduler:
         seq.token_ids.append(token_id)
         if seq.is_isolated:
             self._rejoin(seq)
+        if seq.is_replay:
+            self._end_replay(seq)
         self._generation_tokens += 1
         if seq.account is not None:
             seq.account.balance -= 1
@@ -540,6 +544,10 @@ class Scheduler:
         if reason is not None:
             self._drop(seq)
         return seq.output([token_id], [] if logprobs is None else [logprobs], reason)
+
+    def _end_replay(self, seq: Sequence) -> None:
+        seq.is_replay = False
+        self._num_replays -= 1
 
     def _rejoin(self, seq: Sequence) -> None:
         seq.is_isolated = False
@@ -564,6 +572,8 @@ class Scheduler:
         seq.status = Status.FINISHED
         if seq.is_isolated:
             self._rejoin(seq)
+        if seq.is_replay:
+            self._end_replay(seq)
         self._waiting.close_account(seq)
         self._num_sequences -= 1
         group = seq.group
@@ -652,6 +662,8 @@ class Scheduler:
         sequences = [seq for group in self._groups.values() for seq in group.sequences.values()]
         if len(sequences) != self._num_sequences:
             raise RuntimeError(f"{len(sequences)} sequences exist, {self._num_sequences} are counted")
+        if sum(seq.is_replay for seq in sequences) != self._num_replays:
+            raise RuntimeError("replays are not those that are counted")
         running = [seq for seq in sequences if seq.status is Status.RUNNING]
         if sorted(running, key=lambda seq: seq.order) != self._running:
             raise RuntimeError("the running list is not the running sequences in order")

@@ -67,6 +67,7 @@ class Sequence:
         "index",
         "is_announced",
         "is_isolated",
+        "is_replay",
         "last_step",
         "limit",
         "num_committed",
@@ -122,6 +123,7 @@ class Sequence:
         self.last_step = self.start_step = -1
         self.num_committed = 0
         self.block_hashes: list[bytes] = []
+        self.is_replay = bool(emitted)  # until it has sampled a token here
         self.is_announced = bool(emitted)  # whether a first output was made (cached tokens, prompt logprobs)
         wants_prompt = request.params.prompt_logprobs is not None and not emitted
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt else None
