@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import msgspec
@@ -108,18 +108,16 @@ class PromptRun:
         try:
             while True:
                 try:
-                    outputs = await anext(self._stream)  # it changes where thinking is cut short
+                    outputs = await self._stream.__anext__()  # it changes where thinking is cut short
                 except StopAsyncIteration:
                     break
                 now = time.monotonic()
-                events = self._absorb(outputs, now)
-                if not outputs:
-                    self._look_at_clocks(now)
-                if not events and now - self._sent_at >= self._limits.keep_alive_s:
-                    events = [KeepAlive()]
-                    self._sent_at = now
+                events = self._absorb(outputs, now) if outputs else self._look_at_clocks(now)
                 if events:
                     yield events
+                elif now - self._sent_at >= self._limits.keep_alive_s:
+                    self._sent_at = now
+                    yield [KeepAlive()]
                 if not self._open:
                     return
             yield self._end_open_sequences()
@@ -154,7 +152,7 @@ class PromptRun:
         self._stream.wake()
         self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
 
-    def _look_at_clocks(self, now: float) -> None:
+    def _look_at_clocks(self, now: float) -> list[Event]:
         queue, progress = self._limits.queue_timeout_s, self._limits.progress_timeout_s
         if queue is not None and self._started_at is None and now - self._submitted_at >= queue:
             raise RequestTimeout(
@@ -163,31 +161,33 @@ class PromptRun:
             )
         if progress is not None and now - self._progress_at >= progress:
             raise RequestTimeout(f"the request made no progress for {progress:g} s, the limit here")
+        return []
 
     # -- outputs
 
-    def _absorb(self, outputs: Iterable[SequenceOutput], now: float) -> list[Event]:
+    def _absorb(self, outputs: list[SequenceOutput], now: float) -> list[Event]:
+        self._progress_at = now
+        if self._started_at is None:
+            self._started_at = now
+            self._metrics.scheduled(now - self._submitted_at)
+            self.cached_tokens = outputs[0].cached_tokens
+            return [Started(self.cached_tokens), *self._absorb(outputs, now)]
         events: list[Event] = []
         stream = self._stream
         for output in outputs:
-            if self._stream is not stream:
-                break
-            self._progress_at = now
             if not self.cached_tokens:
                 self.cached_tokens = output.cached_tokens
-            if self._started_at is None:
-                self._started_at = now
-                self._metrics.scheduled(now - self._submitted_at)
-                events.append(Started(self.cached_tokens))
             if output.prompt_logprobs is not None and output.index == 0:
                 scored = score_prompt(self._tokenizer, self.request.prompt_token_ids, output.prompt_logprobs)
                 events.append(PromptScored(self._first_index, scored))
             if output.token_ids:
                 self._observe_tokens(output, now)
             _raise_failure(output)
-            if advance := self._advance(output):
-                events += advance
-                self._sent_at = now
+            events += self._advance(output)
+            if self._stream is not stream:
+                break  # what the old stream says beyond this does not exist
+        if events:
+            self._sent_at = now
         return events
 
     def _advance(self, output: SequenceOutput) -> list[Event]:

@@ -133,13 +133,9 @@ class SequenceText:
 
     def _deliver_if_due(self) -> list[Event]:
         interval = self._options.interval
-        if (
-            interval is not None
-            and (self._text or (self._parsed is not None and self._parsed.has_events))
-            and (not self._delivered_any or self._num_covered() >= interval)
-        ):
-            return self._deliver()
-        return []
+        if interval is None or not (self._text or (self._parsed is not None and self._parsed.has_events)):
+            return []
+        return self._deliver() if not self._delivered_any or self._are_covered(interval) else []
 
     def end(self, reason: FinishReason) -> list[Event]:
         """End from outside (cancelled, for example): what is there is delivered."""
@@ -243,8 +239,10 @@ class SequenceText:
         )
         return events
 
-    def _num_covered(self) -> int:
-        return sum(1 for token in self._waiting if token.is_covered(self._released_chars))
+    def _are_covered(self, count: int) -> bool:
+        """Whether so many tokens are covered. Those that are stand before those that are not."""
+        waiting = self._waiting
+        return len(waiting) >= count and waiting[count - 1].is_covered(self._released_chars)
 
     def _deliver(self, at_end: bool = False) -> list[Event]:
         """One delta of the released text and the tokens it covers; all tokens at the end."""
@@ -257,7 +255,12 @@ class SequenceText:
                 scored.append(self._scored(token, token.logprobs))
         text = "".join(self._text)
         self._text.clear()
-        further = [] if self._parsed is None else self._parsed.take()
+        if self._parsed is None:
+            if not (text or token_ids):
+                return []
+            self._delivered_any = True
+            return [TextDelta(self._index, text, tuple(token_ids), tuple(scored))]
+        further = self._parsed.take()
         if further and isinstance(first := further[0], TextDelta):
             text = first.text
             del further[0]
