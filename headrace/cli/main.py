@@ -18,18 +18,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("headrace.cli.plan", "print the memory plan of a model without loading its weights"),
     "model": ("headrace.cli.model", "inspect and acquire models"),
     "bench-serve": ("headrace.cli.bench_serve", "measure an OpenAI-compatible server under load"),
+    "bench": ("headrace.cli.bench", "measure the engine without a server"),
+    "bench-kv-cache": ("headrace.cli.bench_kv_cache", "memory, error and time of packed KV caches"),
+    "service": ("headrace.cli.service", "run the server as a service of launchd or systemd"),
     "doctor": ("headrace.cli.doctor", "check device, BLAS, compiler and kernels"),
 }
 
 # command -> what it will do
 NOT_YET: dict[str, str] = {
-    "bench": "offline throughput",
-    "bench-kv-cache": "memory and error of quantized KV",
     "chat": "a chat in the terminal",
     "batch": "a file of requests, offline",
     "config": "show the configuration in force",
     "download": "fetch a model; `model acquire` does that",
-    "service": "install as a launchd or systemd service",
     "usage": "tokens by key and model",
 }
 
