@@ -15,8 +15,12 @@ from headrace.api.fields import convert
 from headrace.api.models import json_response
 from headrace.api.openai.constraints import content_demand
 from headrace.api.openai.prompts import chat_request, render_chat
+from headrace.api.renaming import renamed
 from headrace.api.request_scope import shown_id
 from headrace.api.services import Services
+
+# Names of chat fields that errors may carry -> their names here.
+_NAMES = {"response_format": "output_config.format", "thinking_token_budget": "thinking.budget_tokens"}
 
 F = TypeVar("F", bound=PromptFields)
 
@@ -26,7 +30,9 @@ async def create_message(request: Request) -> Response:
     house, body, arrival = await receive(request)
     fields = _checked(house, body, MessagesFields)
     chat = chat_fields(fields, house.text.chat_template.source, house.parsers.reasoning is not None)
-    generation = await chat_request(house, chat, arrival, house.model_limits(), prefix="msg_", whole_calls=True)
+    with renamed(_NAMES):
+        limits = house.model_limits()
+        generation = await chat_request(house, chat, arrival, limits, prefix="msg_", whole_calls=True)
     shape = MessageShape(
         id=generation.id,
         model=fields.model,
@@ -45,8 +51,9 @@ async def count_tokens(request: Request) -> Response:
     house, body, arrival = await receive(request)
     fields = _checked(house, body, PromptFields)
     chat = chat_fields(fields, house.text.chat_template.source, house.parsers.reasoning is not None)
-    content_demand(chat)
-    prompt = await arrival.call(render_chat(house, chat))
+    with renamed(_NAMES):
+        content_demand(chat)
+        prompt = await arrival.call(render_chat(house, chat))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from headrace.api.errors import RouteNotFound
 from headrace.api.fields import convert, shown
 from headrace.api.models import json_response
 from headrace.api.openai.prompts import chat_request
+from headrace.api.renaming import renamed
 from headrace.api.request_scope import key_name
 from headrace.api.responses.items import Item, chat_messages, input_items
 from headrace.api.responses.render import ResponseRenderer
@@ -51,7 +51,7 @@ async def create_response(request: Request) -> Response:
     stores = _stores(house, fields)
     items = input_items(fields.input, arrival.id)
     before = await _conversation(house, fields.previous_response_id, arrival.key)
-    with _renamed():
+    with renamed(_NAMES):
         chat = chat_fields(fields, chat_messages([*before, *items], fields.instructions))
         generation = await chat_request(house, chat, arrival, house.model_limits(), prefix="resp_")
 
@@ -179,18 +179,6 @@ async def _put(
     except (sqlite3.Error, OSError, StartupError) as error:
         log.warning("a response was not stored: %s", error, extra={"id": response["id"]})
         return False
-
-
-@contextlib.contextmanager
-def _renamed() -> Iterator[None]:
-    """Errors about a field of the chat form name the field of this one."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.param in _NAMES:
-            error.message = error.message.replace(error.param, _NAMES[error.param])
-            error.param = _NAMES[error.param]
-        raise
 
 
 def _echo(
