@@ -5,6 +5,9 @@ The graph of step k+1 is built while step k runs; it is *started* when step k's 
 a pool is updated in place only while nothing else refers to it. A decode row whose token was sampled by step k
 takes it from step k's array of tokens, on the device.
 
+For the same reason a step of several forwards is started forward by forward: what one reads must have been read
+before the next one writes, or MLX copies the pools. The last one is started when the step's result is asked for.
+
 Rows with a grammar are the exception to building ahead: their masks need step k's tokens on the host. The sampling
 of such a step is built when step k has been read and step k+1's forwards have been started, so the masks are made
 while the device computes. All rows of the step then wait for that sampling, none for another forward.
@@ -75,7 +78,9 @@ class _Unsampled:
 class StepHandle:
     """A launched step. ``result()`` waits for it and starts the step launched after it.
 
-    ``unsampled``: set until the step starts, where rows have grammars. ``refused``: rows whose grammars fail.
+    ``earlier``, ``last``: per forward, arrays that are there when it is over and its KV is written; ``earlier`` is
+    empty once the last forward has been started.
+    ``unsampled``: set until that, where rows have grammars. ``refused``: rows whose grammars fail.
     """
 
     runner: ModelRunner
@@ -83,7 +88,10 @@ class StepHandle:
     rows: list[ScheduledRow]
     sampled: Sampled | None
     prompt_logprobs: dict[int, list[LogprobArrays]]
+    earlier: list[list[mx.array]]
+    last: list[mx.array]
     started_at: float = 0.0
+    tokens_before: Mapping[int, int] = field(default_factory=dict)
     unsampled: _Unsampled | None = None
     refused: dict[int, str] = field(default_factory=dict)
 
@@ -129,6 +137,7 @@ class ModelRunner:
         self._running: StepHandle | None = None
         self._pending: StepHandle | None = None
         self._newest: tuple[mx.array, dict[int, int]] | None = None
+        self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
         self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
 
     @property
@@ -145,7 +154,9 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Build a step's graph and start it, or leave it to start when the running step is read."""
         if output.copies:
+            self._start_last()
             self._pool.copy_blocks(output.copies)
+        self._forwards = []
         prompt_logprobs: dict[int, list[LogprobArrays]] = {}
         rows: list[ScheduledRow] = []
         logits: list[mx.array] = []
@@ -162,7 +173,7 @@ class ModelRunner:
             rows += output.decode
             logits.append(found)
             inputs.append(tokens)
-        handle = StepHandle(self, output, rows, None, prompt_logprobs)
+        handle = StepHandle(self, output, rows, None, prompt_logprobs, self._forwards[:-1], self._forwards[-1])
         if any(row.params.grammar is not None for row in rows):
             handle.unsampled = _Unsampled(logits, inputs)
         elif rows:
@@ -176,8 +187,8 @@ class ModelRunner:
     def finish(self, handle: StepHandle) -> StepResult:
         """Wait for the running step, start the pending one, and hand the tokens to the host."""
         assert handle is self._running, "steps are read in the order of their launch"
-        arrays = self._arrays(handle)
-        mx.eval(arrays)
+        self._start_last()
+        mx.eval(self._arrays(handle) + handle.last)
         duration = time.perf_counter() - handle.started_at
         self._running = None
         if self._pending is not None:
@@ -188,15 +199,34 @@ class ModelRunner:
     def _start(self, handle: StepHandle, newest: Mapping[int, int]) -> None:
         """Start a step; ``newest``: the tokens of the step before it, for grammars."""
         handle.started_at = time.perf_counter()
+        handle.tokens_before = newest
         self._running = handle
+        if handle.earlier:
+            mx.async_eval(handle.earlier[0])  # type: ignore[no-untyped-call]
+        else:
+            self._start_forward(handle)
+
+    def _start_last(self) -> None:
+        """Wait for the running step's forwards but the last, and start that one, if it has not been started."""
+        handle = self._running
+        if handle is None or not handle.earlier:
+            return
+        for arrays in handle.earlier:
+            mx.eval(arrays)
+        handle.earlier = []
+        self._start_forward(handle)
+
+    def _start_forward(self, handle: StepHandle) -> None:
+        """Start the last forward and the sampling."""
         if handle.unsampled is not None:
-            self._sample_with_masks(handle, handle.unsampled, newest)
-        mx.async_eval(self._arrays(handle) + self._pool.state)  # type: ignore[no-untyped-call]
+            self._sample_with_masks(handle, handle.unsampled, handle.tokens_before)
+        # Not the pool's state: that may be the next step's already.
+        mx.async_eval(self._arrays(handle) + handle.last)  # type: ignore[no-untyped-call]
 
     def _sample_with_masks(self, handle: StepHandle, parts: _Unsampled, newest: Mapping[int, int]) -> None:
         """Start the forwards, make the masks meanwhile, then build the sampling."""
         assert self._grammars is not None, "a row has a grammar and the runner cannot make masks"
-        mx.async_eval(parts.logits + self._arrays(handle) + self._pool.state)  # type: ignore[no-untyped-call]
+        mx.async_eval(parts.logits + self._arrays(handle) + handle.last)  # type: ignore[no-untyped-call]
         masks = self._grammars.masks(handle.rows, newest)
         handle.refused = {} if masks is None else masks.refused
         handle.unsampled = None
@@ -271,6 +301,7 @@ class ModelRunner:
         logits = self._forward(mx.array(token_array(rows, length)), batch)
         if logits.shape[1] > 1:  # a model without a selective head
             logits = self._selector.select(logits)
+        self._forwards.append([logits])
         return logits[:, 0]
 
     def _prefill_with_logprobs(
@@ -289,8 +320,11 @@ class ModelRunner:
             batch = self._inputs.build([part], count)
             logits = self._forward(mx.array(token_array([part], count)), batch)[0]
             targets = row.prompt_targets[first : first + count]
+            given: list[mx.array | None] = [logits[-1:]]
             if targets:
                 pieces.append(token_logprobs(logits[: len(targets)], mx.array(targets, mx.int32), num_top))
+                given = list(pieces[-1])
+            self._forwards.append([array for array in given if array is not None])
         return logits[-1:]
 
     def _decode(self, rows: Sequence[ScheduledRow]) -> tuple[mx.array, mx.array]:
@@ -302,15 +336,20 @@ class ModelRunner:
         batch = self._inputs.build(rows, 1, num_rows=padded)
         self._selector.all_positions()
         if self._decode_forward is None:
-            return tokens, self._forward(tokens[:, None], batch)[:, 0]
+            logits = self._forward(tokens[:, None], batch)[:, 0]
+            self._forwards.append([logits])
+            return tokens, logits
         groups = [_gather_arrays(group) for group in batch.groups]
         logits, state = self._decode_forward(self._pool.state, tokens, batch.offsets, batch.ends, groups)
         self._pool.state = state
+        self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
 
     def _decode_one(self, row: ScheduledRow, token: mx.array) -> mx.array:
         self._selector.all_positions()
-        return self._forward(token[:, None], self._inputs.build([row], 1))[:, 0]
+        logits = self._forward(token[:, None], self._inputs.build([row], 1))[:, 0]
+        self._forwards.append([logits])
+        return logits
 
     def _decode_traced(
         self,
@@ -366,6 +405,7 @@ class ModelRunner:
         truncates = batch.random is not None and batch.random.truncation is not None
         if truncates and masks is None and self._running is not None:
             # Truncation may have to look at values before it goes on; the running step must be over by then.
+            self._start_last()
             mx.eval(self._arrays(self._running))
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
         fed = None

@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from paged_driver import Driver, make_runner, reference_tokens
 from tiny_models import VOCAB, tiny_model
 
+from headrace.core.step import SchedulerOutput
 from headrace.params import SamplingParams
 from headrace.runner.model_runner import RunnerOptions
 
@@ -61,3 +63,42 @@ def test_materializing_views(name: str, head_major: bool) -> None:
 def test_single_rows_for_models_that_cannot_batch_masks(head_major: bool) -> None:
     options = RunnerOptions(compile=False, materialize=True, single_rows=True)
     check("gemma2", head_major=head_major, options=options, chunk=16)
+
+
+@pytest.mark.parametrize("head_major", [True, False])
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_step_of_several_forwards_copies_no_pool(head_major: bool, compile: bool) -> None:
+    """Prefill forwards of different lengths and a decode forward write what the ones before them read."""
+    if head_major and compile:
+        pytest.skip("slices are not compiled")
+    runner, layout = make_runner(
+        tiny_model("llama"),
+        vocab_size=VOCAB,
+        num_blocks=20000,
+        head_major=head_major,
+        options=RunnerOptions(compile=compile),
+    )
+    driver = Driver(runner, layout, 1000)
+    sequences = [driver.add(list(range(count)), GREEDY) for count in (20, 20, 5, 60)]
+    decoding = sequences[:2]
+    runner.launch(SchedulerOutput(0, prefill=tuple(driver.row(seq, 20) for seq in decoding))).result()
+    for seq in decoding:
+        seq.computed, seq.output = 20, [1]
+    steps = [
+        SchedulerOutput(
+            step,
+            decode=tuple(driver.row(seq, 1) for seq in decoding),
+            prefill=tuple(driver.row(seq, len(seq.prompt)) for seq in sequences[2:]),
+        )
+        for step in (1, 2)
+    ]
+    runner.launch(steps[0]).result()  # traces, compiles
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    first = runner.launch(steps[0])
+    second = runner.launch(steps[1])
+    first.result()
+    second.result()
+    array = 20000 * 4 * 2 * 16 * 4  # one of the six arrays
+    assert mx.get_peak_memory() - before < array / 2
