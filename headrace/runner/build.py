@@ -34,6 +34,7 @@ from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.self_check import choose_options
 from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
@@ -82,6 +83,8 @@ class _Prepared:
     vocab_size: int
     head_major: bool
     attention: str
+    cache: StartCache
+    known: StartFacts | None
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
@@ -165,9 +168,16 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     )
     if wanted.compile and head_major:
         raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
-    options = choose_options(model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted)
+    cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, choice.note))
+    known = cache.read()
+    if known is None:
+        options = choose_options(
+            model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted
+        )
+    else:
+        options = known.options(wanted)
     attention = "reference attention: the model computes its own" if options.materialize else choice.note
-    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention)
+    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, cache, known)
 
 
 def _kernel_choice(files: ModelFiles, found: ModelLayout, block_size: int, head_major: bool) -> KernelChoice:
@@ -189,16 +199,7 @@ def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
 def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Prepared) -> MemoryPlan:
     trained = trained_len(files)
     wished = config.max_model_len or trained
-    activation = measure_activation_bytes(
-        prepared.loaded.model,
-        prepared.selector,
-        prepared.found,
-        prepared.vocab_size,
-        prepared.options,
-        head_major=prepared.head_major,
-        chunk=min(config.prefill_step_size, wished),
-        max_rows=config.max_num_seqs,
-    )
+    activation = _activation_bytes(config, prepared, min(config.prefill_step_size, wished))
     fixed = FixedMemory(
         weights=prepared.loaded.weights_bytes,
         activations=activation,
@@ -207,6 +208,24 @@ def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Pr
     )
     memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
     return plan_memory(prepared.found.layout, memory, fixed, config, trained)
+
+
+def _activation_bytes(config: EngineConfig, prepared: _Prepared, chunk: int) -> int:
+    """Measured at the first start of a model, then known."""
+    if prepared.known is not None:
+        return prepared.known.activation_bytes
+    measured = measure_activation_bytes(
+        prepared.loaded.model,
+        prepared.selector,
+        prepared.found,
+        prepared.vocab_size,
+        prepared.options,
+        head_major=prepared.head_major,
+        chunk=chunk,
+        max_rows=config.max_num_seqs,
+    )
+    prepared.cache.write(StartFacts.of(prepared.options, measured))
+    return measured
 
 
 def trained_len(files: ModelFiles) -> int:
