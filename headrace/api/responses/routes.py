@@ -35,8 +35,8 @@ _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
-    "response_format": "text",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
 }
 
 
