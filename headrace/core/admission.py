@@ -13,9 +13,10 @@ from __future__ import annotations
 import bisect
 from collections import Counter, deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
 
 from headrace.core.account import Account
-from headrace.core.sequence import Sequence
+from headrace.core.sequence import Sequence, Status
 
 QUANTUM_TOKENS = 512
 
@@ -158,3 +159,27 @@ class DrainRate:
             return 5.0
         per_request_s = (now - self._times[0]) / len(self._times)
         return min(600.0, max(1.0, waiting * per_request_s))
+
+
+def too_long(prompt: int, max_total: int, max_model_len: int) -> str:
+    """Why a prompt of so many tokens can never run, and what can."""
+    if max_total == max_model_len:
+        return f"The prompt has {prompt} tokens; prompt and output may have {max_total} together."
+    return (
+        f"The prompt has {prompt} tokens; the KV memory holds {max_total}, prompt and output together "
+        f"(model length {max_model_len}; --kv-memory-mb or --max-cache-blocks change it)."
+    )
+
+
+def check_sequences(
+    sequences: Ordered[Sequence], counted: int, running: Ordered[Sequence], waiting: WaitingQueue
+) -> None:
+    """Raise RuntimeError unless the lists are what the sequences' own states say."""
+    if len(sequences) != counted:
+        raise RuntimeError(f"{len(sequences)} sequences exist, {counted} are counted")
+    found = [seq for seq in sequences if seq.status is Status.RUNNING]
+    if sorted(found, key=lambda seq: seq.order) != running:
+        raise RuntimeError("the running list is not the running sequences in order")
+    ids = {seq.seq_id for seq in sequences if seq.status is Status.WAITING}
+    if ids != {seq.seq_id for seq in waiting} or len(ids) != len(waiting):
+        raise RuntimeError("the waiting queue is not the waiting sequences")

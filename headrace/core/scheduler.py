@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, field
 
-from headrace.core.admission import DrainRate, WaitingQueue
+from headrace.core.admission import DrainRate, WaitingQueue, check_sequences, too_long
 from headrace.core.kv_cache_manager import KVCacheManager, PrefixHit
 from headrace.core.layout import KVLayout
 from headrace.core.prefill_batch import PrefillBatch
 from headrace.core.prefill_budget import PrefillBudget
 from headrace.core.scheduler_types import Rejection, SchedulerConfig, SchedulerStats
 from headrace.core.sequence import RequestGroup, Sequence, Status
-from headrace.core.step import BlockCopy, ScheduledRow, SchedulerOutput, StepResult
+from headrace.core.step import SchedulerOutput, StepResult
+from headrace.core.step_draft import Blocked, Draft, LaunchedRow, decode_row, prompt_row
 from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 
 __all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -38,39 +38,6 @@ MAX_MIXED_PREFILLS = 4  # long prompts under way up to which newcomers get every
 LOOKUP_AGAIN_STEPS = 16
 MAX_FAULTS = 3  # a sequence is recomputed after at most this many steps without finite logits
 AWAITED_BLOCKS = 4  # wait for a prefix that is being computed if it saves at least this many blocks
-
-
-@dataclass(slots=True)
-class _LaunchedRow:
-    """What is needed to understand a row's result."""
-
-    seq: Sequence
-    epoch: int
-    start: int
-    end: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocked:
-    """The sequence for which there was no room, and how many blocks per group it would take."""
-
-    seq_id: int
-    step_id: int
-    needed: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making; kept until its result arrives."""
-
-    step_id: int
-    batch: PrefillBatch
-    decode: list[ScheduledRow] = field(default_factory=list)
-    prefill: list[ScheduledRow] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    launched: list[_LaunchedRow] = field(default_factory=list)
-    preempted: bool = False
 
 
 class Scheduler:
@@ -88,9 +55,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # by order
         self._groups: dict[str, RequestGroup] = {}
-        self._launched: dict[int, _Draft] = {}
+        self._launched: dict[int, Draft] = {}
         self._drain = DrainRate()
-        self._blocked: _Blocked | None = None  # set when blocks, not seats, ended the last admission
+        self._blocked: Blocked | None = None  # set when blocks, not seats, ended the last admission
         self._newcomers_turn = False
         self._isolated: list[Sequence] = []  # unfinished ones with is_isolated, by time of their fault
         self._was_alone = False
@@ -147,7 +114,12 @@ class Scheduler:
         emitted = max((len(tokens) for tokens in request.emitted.values()), default=0)
         needed = prompt + max(emitted, 1 if request.params.max_tokens else 0)
         if needed > self._max_total:
-            return Rejection(400, "context_length_exceeded", self._too_long(prompt), "prompt")
+            return Rejection(
+                400,
+                "context_length_exceeded",
+                too_long(prompt, self._max_total, self._config.max_model_len),
+                "prompt",
+            )
         places = self._config.max_queue + self._free_seats()
         if self._waiting.num_fresh >= places and self._waiting.has_fair_share(request.key, places):
             waiting = self._waiting.num_fresh
@@ -156,14 +128,6 @@ class Scheduler:
             )
             return Rejection(429, "queue_full", message, None, self._drain.retry_after_s(waiting, now))
         return None
-
-    def _too_long(self, prompt: int) -> str:
-        if self._max_total == self._config.max_model_len:
-            return f"The prompt has {prompt} tokens; prompt and output may have {self._max_total} together."
-        return (
-            f"The prompt has {prompt} tokens; the KV memory holds {self._max_total}, prompt and output together "
-            f"(model length {self._config.max_model_len}; --kv-memory-mb or --max-cache-blocks change it)."
-        )
 
     def _free_seats(self) -> int:
         """Requests that would start in the next step; waiting for that is no queueing."""
@@ -202,7 +166,7 @@ class Scheduler:
         """Make the next step. At most one launched step's result may be outstanding."""
         if len(self._launched) > 1:
             raise RuntimeError("two steps are outstanding: update() must follow before schedule()")
-        draft = _Draft(self._steps, PrefillBatch(self._budget, self._config.max_prefill_rows))
+        draft = Draft(self._steps, PrefillBatch(self._budget, self._config.max_prefill_rows))
         others_turn = self._was_alone and not all(seq.is_isolated for seq in self._running)
         self._was_alone = not others_turn and self._schedule_alone(draft, now)
         if not self._was_alone:
@@ -217,7 +181,7 @@ class Scheduler:
             self._steps += 1
         return output
 
-    def _schedule_together(self, draft: _Draft, now: float) -> None:
+    def _schedule_together(self, draft: Draft, now: float) -> None:
         prefilling = self._schedule_decodes(draft)
         # After a worker's death every stream waits: what they had is computed again at full speed, not in turns.
         draft.batch.open(decode_rows=0 if self._num_replays else len(draft.decode))
@@ -232,7 +196,7 @@ class Scheduler:
         if draft.prefill:
             self._newcomers_turn = not self._newcomers_turn
 
-    def _schedule_alone(self, draft: _Draft, now: float) -> bool:
+    def _schedule_alone(self, draft: Draft, now: float) -> bool:
         """Make the step of an isolated sequence; False: none can be run now."""
         for seq in self._isolated:
             if seq.num_in_flight:
@@ -250,7 +214,7 @@ class Scheduler:
                 return True
         return False
 
-    def _schedule_decodes(self, draft: _Draft) -> list[Sequence]:
+    def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
         """Rows of one sampled token; returns the running sequences that need more than that."""
         prefilling: list[Sequence] = []
         running, rows, launched, block_size = self._running, draft.decode, draft.launched, self._kv.block_size
@@ -271,28 +235,14 @@ class Scheduler:
             tables = seq.table_tuples
             if tables is None or len(tables[0]) * block_size <= start:
                 tables = self._kv.table_tuples(seq, num_tokens)
-            rows.append(
-                ScheduledRow(
-                    seq.seq_id,
-                    start,
-                    1,
-                    (seq.token_ids[start],) if start < num_known else (),
-                    tables,
-                    True,
-                    num_tokens,
-                    seq.seed,
-                    seq.params,
-                    seq.num_prompt_tokens,
-                    tuple(seq.token_ids) if seq.uses_history else (),
-                )
-            )
+            rows.append(decode_row(seq, start, tables))
             seq.last_step = draft.step_id
             seq.num_computed = num_tokens
             seq.num_in_flight += 1
-            launched.append(_LaunchedRow(seq, seq.epoch, start, num_tokens, True))
+            launched.append(LaunchedRow(seq, seq.epoch, start, num_tokens, True))
         return prefilling
 
-    def _make_room(self, draft: _Draft, seq: Sequence, end: int) -> bool:
+    def _make_room(self, draft: Draft, seq: Sequence, end: int) -> bool:
         """Blocks for a decode row, preempting the last in order as needed; False: that was ``seq`` itself."""
         while not self._kv.grow(seq, end):
             victim = self._running[-1]
@@ -303,7 +253,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, draft: _Draft, seq: Sequence) -> None:
+    def _preempt(self, draft: Draft, seq: Sequence) -> None:
         self._take_blocks(seq)
         draft.preempted = True
 
@@ -316,7 +266,7 @@ class Scheduler:
         self._waiting.add_resumed(seq)
         self._preemptions += 1
 
-    def _continue_prefills(self, draft: _Draft, prefilling: list[Sequence]) -> None:
+    def _continue_prefills(self, draft: Draft, prefilling: list[Sequence]) -> None:
         for seq in prefilling:
             if seq.status is not Status.RUNNING:
                 continue  # preempted by one before it
@@ -325,7 +275,7 @@ class Scheduler:
             if tokens:
                 self._add_row(draft, seq, tokens)
 
-    def _fit_chunk(self, draft: _Draft, seq: Sequence, tokens: int) -> int:
+    def _fit_chunk(self, draft: Draft, seq: Sequence, tokens: int) -> int:
         """Cover a chunk with blocks, or as much of it as there is room for; 0: none this time."""
         if not tokens or self._kv.grow(seq, seq.num_computed + tokens):
             return tokens
@@ -338,41 +288,25 @@ class Scheduler:
                 return 0
             self._preempt(draft, victim)
 
-    def _add_row(self, draft: _Draft, seq: Sequence, count: int) -> None:
+    def _add_row(self, draft: Draft, seq: Sequence, count: int) -> None:
         """Put a sequence's next ``count`` tokens, all known to the host and covered by blocks, into the step."""
         start, num_tokens = seq.num_computed, len(seq.token_ids)
         end = start + count
         samples = end == num_tokens and num_tokens < seq.limit
-        targets: tuple[int, ...] = ()
-        if seq.wants_prompt_logprobs:
-            targets = tuple(seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)])
-        row = ScheduledRow(
-            seq_id=seq.seq_id,
-            start=start,
-            num_tokens=count,
-            token_ids=tuple(seq.token_ids[start:end]),
-            block_tables=self._kv.table_tuples(seq, end),
-            samples=samples,
-            sample_position=end,
-            seed=seq.seed,
-            params=seq.params,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            history=tuple(seq.token_ids) if seq.uses_history and samples else (),
-            prompt_targets=targets,
-        )
-        if count == 1 and samples and not targets:
+        row = prompt_row(seq, start, end, self._kv.table_tuples(seq, end), samples)
+        if count == 1 and samples and not row.prompt_targets:
             draft.decode.append(row)
         else:
             draft.prefill.append(row)
             draft.batch.add(start, count)
         seq.last_step = draft.step_id
-        draft.launched.append(_LaunchedRow(seq, seq.epoch, start, end, samples))
+        draft.launched.append(LaunchedRow(seq, seq.epoch, start, end, samples))
         seq.num_computed = end
         seq.num_in_flight += samples
 
     # -- admission -----------------------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft, now: float) -> None:
+    def _admit(self, draft: Draft, now: float) -> None:
         blocked, self._blocked = self._blocked, None
         while not draft.preempted and (self._is_open or not self._running):
             seq = self._waiting.next()
@@ -393,7 +327,7 @@ class Scheduler:
                 return
             self._start(draft, seq, hit, chunk, now)
 
-    def _is_still_blocked(self, blocked: _Blocked, seq: Sequence, step_id: int) -> bool:
+    def _is_still_blocked(self, blocked: Blocked, seq: Sequence, step_id: int) -> bool:
         """Spares a blocked sequence's lookup at every step; others may compute its prefix, so not for ever."""
         is_recent = blocked.seq_id == seq.seq_id and step_id - blocked.step_id < LOOKUP_AGAIN_STEPS
         return is_recent and not self._kv.are_available(blocked.needed)
@@ -403,7 +337,7 @@ class Scheduler:
             return False
         return len(self._running) < self._config.max_num_seqs
 
-    def _fork(self, draft: _Draft, seq: Sequence) -> PrefixHit | None:
+    def _fork(self, draft: Draft, seq: Sequence) -> PrefixHit | None:
         """The prompt as a running sibling has computed it, all but the last token."""
         if seq not in seq.group.unforked:
             return None
@@ -428,7 +362,7 @@ class Scheduler:
             for other in self._running
         )
 
-    def _first_chunk(self, draft: _Draft, seq: Sequence, hit: PrefixHit) -> int:
+    def _first_chunk(self, draft: Draft, seq: Sequence, hit: PrefixHit) -> int:
         """Tokens to compute at once if the sequence is admitted now; 0: it is not."""
         remaining = len(seq.token_ids) - hit.num_tokens
         is_decode_row = remaining == 1 and len(seq.token_ids) < seq.limit
@@ -441,13 +375,13 @@ class Scheduler:
             needed = tuple(map(sum, zip(self._kv.blocks_to_start(seq, hit, chunk), spare, strict=True)))
             if self._kv.are_available(needed):
                 return chunk
-            self._blocked = _Blocked(seq.seq_id, draft.step_id, needed)
+            self._blocked = Blocked(seq.seq_id, draft.step_id, needed)
             return 0
         # Alone it always fits, if need be with a smaller first chunk (sliding groups).
         sizes = (chunk, min(chunk, self._kv.block_size), 1)
         return next((n for n in sizes if self._kv.are_available(self._kv.blocks_to_start(seq, hit, n))), 0)
 
-    def _start(self, draft: _Draft, seq: Sequence, hit: PrefixHit, chunk: int, now: float) -> None:
+    def _start(self, draft: Draft, seq: Sequence, hit: PrefixHit, chunk: int, now: float) -> None:
         self._waiting.admit(seq)
         draft.copies.extend(self._kv.start(seq, hit, chunk))
         group = seq.group
@@ -482,7 +416,7 @@ class Scheduler:
                     outputs.append(output)
         return outputs
 
-    def _settle(self, row: _LaunchedRow, result: StepResult) -> SequenceOutput | None:
+    def _settle(self, row: LaunchedRow, result: StepResult) -> SequenceOutput | None:
         seq = row.seq
         error = result.failed.get(seq.seq_id)
         sampled = result.sampled.get(seq.seq_id)
@@ -532,7 +466,7 @@ class Scheduler:
             seq.prompt_logprobs = [None]
 
     def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-        seq.token_ids.append(token_id)
+        seq.take_token(token_id)
         if seq.is_isolated:
             self._rejoin(seq)
         if seq.is_replay:
@@ -660,15 +594,6 @@ class Scheduler:
         """Raise RuntimeError on any violated equation. For tests and idle moments: walks everything."""
         self._kv.check_integrity(self._running)
         sequences = [seq for group in self._groups.values() for seq in group.sequences.values()]
-        if len(sequences) != self._num_sequences:
-            raise RuntimeError(f"{len(sequences)} sequences exist, {self._num_sequences} are counted")
-        if sum(seq.is_replay for seq in sequences) != self._num_replays:
-            raise RuntimeError("replays are not those that are counted")
-        running = [seq for seq in sequences if seq.status is Status.RUNNING]
-        if sorted(running, key=lambda seq: seq.order) != self._running:
-            raise RuntimeError("the running list is not the running sequences in order")
-        waiting = {seq.seq_id for seq in sequences if seq.status is Status.WAITING}
-        if waiting != {seq.seq_id for seq in self._waiting} or len(waiting) != len(self._waiting):
-            raise RuntimeError("the waiting queue is not the waiting sequences")
+        check_sequences(sequences, self._num_sequences, self._running, self._waiting)
         if len(self._running) > self._config.max_num_seqs:
             raise RuntimeError(f"{len(self._running)} sequences run, at most {self._config.max_num_seqs} may")

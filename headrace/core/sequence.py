@@ -11,6 +11,7 @@ the host has not seen yet, because a step is scheduled before the result of the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Ordered
 from enum import Enum
 
@@ -64,6 +65,7 @@ class Sequence:
         "capacity",
         "epoch",
         "group",
+        "history",
         "index",
         "is_announced",
         "is_isolated",
@@ -104,6 +106,8 @@ class Sequence:
         self.uses_history = request.params.uses_history or request.params.grammar is not None
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.token_ids: list[int] = [*request.prompt_token_ids, *emitted]
+        # The same as integers in a row: a copy for each step's row is one memcpy.
+        self.history = array("i", self.token_ids) if self.uses_history else None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.limit = min(self.num_prompt_tokens + request.params.max_tokens, max_total)
         if emitted and emitted[-1] in self.stop_token_ids:
@@ -161,6 +165,12 @@ class Sequence:
         if block == 0:
             return root_digest(self.group.request.cache_salt)
         return self.hashes(block, block_size)[block - 1]
+
+    def take_token(self, token_id: int) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
 
     def take_prompt_logprobs(self, entries: Ordered[TokenLogprobs], start: int) -> None:
         """Collect logprobs of prompt tokens start + 1 …; what is known already (recomputation) is skipped."""

@@ -14,6 +14,7 @@ Token range of one row:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,7 +55,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     seed: int
     params: SamplingParams
     num_prompt_tokens: int
-    history: tuple[int, ...] = ()
+    history: Sequence[int] = ()
     prompt_targets: tuple[int, ...] = ()
 
 

@@ -90,7 +90,7 @@ class GrammarMasks:
 
     def _fill(self, step: StepMasks, place: int, index: int, row: ScheduledRow, newest: Mapping[int, int]) -> None:
         """Make one row's mask; what goes wrong here is that row's alone."""
-        output = row.history[row.num_prompt_tokens :]
+        output = tuple(row.history[row.num_prompt_tokens :])
         if not row.token_ids:
             output = (*output, newest[row.seq_id])
         words = step.words[place]
