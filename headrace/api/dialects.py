@@ -1,4 +1,7 @@
-"""The error shape of each route: Anthropic's below ``/v1/messages``, OpenAI's everywhere else."""
+"""Whose dialect a request speaks: Anthropic's below ``/v1/messages``, OpenAI's everywhere else.
+
+``/v1/models`` is in both; clients of Anthropic's API send the header ``anthropic-version``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from headrace.api.request_scope import shown_id
 from headrace.errors import ContextLengthExceeded, RequestError
 
 _ANTHROPIC_ROOT = "/v1/messages"
+_MODELS = "/v1/models"
+_VERSION_HEADER = b"anthropic-version"
 _OVERLOADED = 529
 # Status -> Anthropic's error type; other 4xx are invalid requests, other 5xx are the API's own errors.
 _ANTHROPIC_KINDS = {
@@ -25,8 +30,10 @@ _ANTHROPIC_KINDS = {
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether a request's path is one of Anthropic's API, known or not."""
+    """Whether a request is one to Anthropic's API, to a path that is known or not."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path == _MODELS or path.startswith(_MODELS + "/"):
+        return any(name == _VERSION_HEADER for name, _ in scope["headers"])
     return path == _ANTHROPIC_ROOT or path.startswith(_ANTHROPIC_ROOT + "/")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 import headrace
+from headrace.api.dialects import is_anthropic
 from headrace.api.services import Services, services
 
 
@@ -17,6 +20,10 @@ def json_response(content: object, status: int = 200) -> Response:
 async def list_models(request: Request) -> Response:
     """All names that ``model`` may have."""
     house = services(request)
+    if is_anthropic(request.scope):
+        names = house.config.served_model_names
+        cards = [_anthropic_card(house, name) for name in names]
+        return json_response({"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return json_response(
         {"object": "list", "data": [_card(house, name) for name in house.config.served_model_names]}
     )
@@ -25,7 +32,8 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """One of them; names may contain slashes."""
     house = services(request)
-    return json_response(_card(house, house.served_name(str(request.path_params["model_id"]))))
+    name = house.served_name(str(request.path_params["model_id"]))
+    return json_response(_anthropic_card(house, name) if is_anthropic(request.scope) else _card(house, name))
 
 
 async def get_version(request: Request) -> Response:
@@ -33,8 +41,25 @@ async def get_version(request: Request) -> Response:
     return json_response({"version": headrace.__version__})
 
 
-def _card(house: Services, name: str) -> dict[str, object]:
+def _anthropic_card(house: Services, name: str) -> dict[str, object]:
+    created = datetime.fromtimestamp(int(house.started_at), UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": _max_length(house),
+        "max_tokens": house.config.max_request_tokens,
+    }
+
+
+def _max_length(house: Services) -> int | None:
     ready = house.engine.state().ready
+    return ready.max_model_len if ready else house.config.engine.max_model_len
+
+
+def _card(house: Services, name: str) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
@@ -42,5 +67,5 @@ def _card(house: Services, name: str) -> dict[str, object]:
         "owned_by": "headrace",
         "root": house.config.served_model_names[0],
         "parent": None,
-        "max_model_len": ready.max_model_len if ready else house.config.engine.max_model_len,
+        "max_model_len": _max_length(house),
     }

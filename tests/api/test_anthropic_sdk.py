@@ -117,6 +117,18 @@ def test_count_tokens_is_what_messages_reports(parsing: Api) -> None:
     assert counts[2] > counts[0]
 
 
+def test_models(parsing: Api) -> None:
+    client = anthropic_sync(parsing)
+    found = list(client.models.list())
+    assert [model.id for model in found] == [MODEL, "alias"]
+    for model in (*found, client.models.retrieve("alias")):
+        type(model).model_validate(model.model_dump())
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("none")
+    assert caught.value.body["type"] == "error"
+    assert parsing.send("GET", "/v1/models").json()["object"] == "list"
+
+
 def test_cached_tokens_are_counted_apart(parsing: Api) -> None:
     parsing.engine.cached_tokens = 3
     client = anthropic_sync(parsing)
