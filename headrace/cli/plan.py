@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from headrace.cli.bench_flags import COST
 from headrace.cli.flags import Flag, FlagTable, UsageError, collect, make_parser, read_arguments
 from headrace.cli.serve_flags import SERVE_FLAGS
 from headrace.cli.values import choice, number
@@ -31,6 +32,7 @@ _OWN = (
     Flag(
         "--device", "plan for this kind of device", "plan.device", choice("cpu", "metal", "cuda"), "this machine's"
     ),
+    COST,
     Flag("--json", "print the numbers as JSON", "plan.json"),
 )
 
@@ -60,18 +62,36 @@ def run(argv: Sequence[str]) -> int:
     from headrace.core.memory_plan import plan_memory
     from headrace.runner.estimate import estimate
 
+    cost = _cost(cast("dict[str, float] | None", values.get("bench.cost")))
     config = engine_config(values, path)
     files = describe(path)
     device, title = _device(section(values, "plan"))
     found = estimate(files, config, cast("DeviceKind", device.kind), device.working_set)
     plan = plan_memory(found.layout, device, found.fixed, config, found.trained_len)
     if values.get("plan.json"):
-        print(
-            json.dumps({"model": name, "device": title, "weights_held_as": found.form, **plan.numbers()}, indent=1)
-        )
-    else:
-        print(render(name, title, found, plan, files.warnings))
+        numbers = {"model": name, "device": title, "weights_held_as": found.form, **plan.numbers()}
+        print(json.dumps(numbers | ({"cost": cost} if cost else {}), indent=1))
+        return 0
+    print(render(name, title, found, plan, files.warnings))
+    if cost:
+        from headrace.bench.table import cost_lines
+
+        print("\n".join(cost_lines({"cost": cost})))
     return 0
+
+
+def _cost(values: dict[str, float] | None) -> dict[str, float | None] | None:
+    """Cost per million tokens at a speed somebody measured; a plan measures none. Raises UsageError without it."""
+    if values is None:
+        return None
+    from dataclasses import asdict
+
+    from headrace.bench.cost import cost_from
+
+    cost = cost_from(values, None)
+    if cost is None:
+        raise UsageError("--cost needs tokens_per_s here: measure it with bench or bench-serve")
+    return {"tokens_per_s": values["tokens_per_s"], **asdict(cost)}
 
 
 def _device(wished: dict[str, Any]) -> tuple[DeviceMemory, str]:
