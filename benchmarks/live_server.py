@@ -63,6 +63,8 @@ class LiveServer:
         """Until a worker is ready that came after ``restarts`` others had died."""
         while True:
             status = await self.get("/v1/status")
+            if status["status"] == "failed":
+                raise RuntimeError(f"the server gave up: {status['message']}")
             if status["worker_restarts"] > restarts and status["status"] == "ready":
                 return
             await asyncio.sleep(0.005)

@@ -2,8 +2,9 @@
 
     start ─► wait for Ready ─► watch ──(dead, or hung and killed)──► blame, back off ─► start …
                  │ StartFailed before the first Ready: the server ends with that line
-                 └ five starts in a row without a Ready, or twenty faults in a row without one finished step:
-                   give up, keep the reason
+                 └ five starts in a row without a Ready (fifty, where somebody killed them: another program, or the
+                   kernel for lack of memory), or twenty faults in a row without one finished step: give up, keep
+                   the reason
 
 A reload puts a worker of a new configuration in the place of the present one. Where memory holds two, the new one
 is started beside it and takes over when it is ready; a start that fails changes nothing. Else the present one is
@@ -32,10 +33,12 @@ from headrace.gateway.worker_process import WORKER_COMMAND, WorkerDeath, WorkerP
 from headrace.worker.protocol import Ready, Shutdown, StepOutputs, ToGateway, ToWorker
 
 MAX_FAILED_STARTS = 5
+MAX_KILLED_STARTS = 50
 MAX_FRUITLESS_FAULTS = 20
 PROMPT_RESTARTS = 4
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 30.0
+KILLED_BACKOFF_S = 1.0
 STOP_S = 1.0
 _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.05
@@ -96,7 +99,7 @@ class Supervisor:
         self._previous: EngineConfig | None = None  # of the worker that made room for one still loading
         self._reload: asyncio.Future[str] | None = None
         self._starts = 0
-        self._failed_starts = 0
+        self._failed_starts = self._killed_starts = 0
         self._fruitless_faults = 0
         self._fruitless_deaths = 0
         self._ever_ready = False
@@ -217,14 +220,14 @@ class Supervisor:
         return life
 
     async def _live(self, life: WorkerLife) -> WorkerDeath:
-        death = WorkerDeath("the worker cannot be started", False, False, frozenset())
+        death = WorkerDeath("the worker cannot be started", True, False, frozenset())
         try:
             await life.process.start(self._command, life.engine)
             if self._stop.is_set():
                 life.process.kill()
             death = life.verdict(await self._watch(life))
         except (OSError, zmq.ZMQError) as error:
-            death = WorkerDeath(death.reason, False, False, frozenset(), str(error))
+            death = WorkerDeath(death.reason, True, False, frozenset(), str(error))
         finally:
             life.process.close()
             if life is self._successor:
@@ -277,7 +280,7 @@ class Supervisor:
         for line in () if self._ever_ready else plan_lines(ready.plan):
             log.info(line)
         self._ever_ready = True
-        self._failed_starts = 0
+        self._failed_starts = self._killed_starts = 0
         log.info("worker ready", extra={"pid": ready.pid, "device": ready.device, "attention": ready.attention})
         self._listener.worker_ready(life.process, ready)
         self._settle_reload("")
@@ -288,11 +291,13 @@ class Supervisor:
         """Count the death; why to give up, or ""."""
         if death.permanent:
             return death.reason
-        self._fruitless_deaths += 1
+        self._fruitless_deaths += death.counts
         if life.ready is None:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                return f"{self._failed_starts} starts in a row failed; the last: {death.reason}"
+            self._failed_starts += death.counts
+            self._killed_starts += not death.counts
+            if self._failed_starts >= MAX_FAILED_STARTS or self._killed_starts >= MAX_KILLED_STARTS:
+                failed = self._failed_starts + self._killed_starts
+                return f"{failed} starts in a row failed; the last: {death.reason}"
         elif death.counts:
             self._fruitless_faults += 1
             if self._fruitless_faults >= MAX_FRUITLESS_FAULTS:
@@ -304,4 +309,6 @@ class Supervisor:
     def _backoff_s(self) -> float:
         """Nothing after a first death; more from one fruitless death to the next."""
         misfortunes = max(self._failed_starts, self._fruitless_deaths - PROMPT_RESTARTS)
-        return float(min(FIRST_BACKOFF_S * 2**misfortunes, LAST_BACKOFF_S)) if misfortunes > 0 else 0.0
+        if misfortunes > 0:
+            return float(min(FIRST_BACKOFF_S * 2**misfortunes, LAST_BACKOFF_S))
+        return KILLED_BACKOFF_S if self._killed_starts > PROMPT_RESTARTS else 0.0
