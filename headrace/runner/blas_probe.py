@@ -34,8 +34,8 @@ def load(
     """Load a BLAS with ``threads`` threads; ``mode`` is RTLD_GLOBAL to take over, RTLD_LOCAL to look at it.
 
     With ``kernel``, the library built from native/sgemm.cpp, that one is loaded so; it brings the threads and
-    calls the BLAS, on one thread each, for what it does not compute: products of more than ``kernel_rows`` rows and
-    those of another form. Returns the library that has cblas_sgemm.
+    calls the BLAS, on one thread each, for what it does not compute: products of more than ``kernel_rows`` rows
+    and those of another form. Returns the library that has cblas_sgemm.
     """
     own_threads = 1 if kernel else threads
     if "mkl" in Path(path).name:

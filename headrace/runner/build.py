@@ -37,6 +37,7 @@ from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
+from headrace.runner.substitutions.rotary import substitute_rotary
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 from headrace.runner.warm_up import warm_up
 from headrace.text import model_text
@@ -151,6 +152,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     head_major = device.kind == "cpu"
     if head_major and loaded.dtype == "float32":
         substitute_gated_mlps(model)
+        substitute_rotary(model)
     if not head_major:
         fuse_projections(model)
     if device.kind == "cuda":

@@ -2,7 +2,8 @@
 
 ``fast_exp`` is arithmetic only: 2^n times a polynomial, with n = round(x·log2 e). Compiled, the loop becomes
 vector instructions; SiLU of 32 x 1536 values takes a tenth of the time. The polynomial is the Taylor series of
-2^f, degree 6, on |f| <= 1/2: its relative error is below 2e-7, that of float32 itself.
+2^f, degree 6, on |f| <= 1/2: its relative error is below 2e-7, that of float32 itself. It is summed as a tree:
+MLX cuts a compiled function into one loop per eleven operations in a row.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ _ROUND = 12582912.0
 def fast_exp(x: mx.array) -> mx.array:
     """exp of float32 ``x``; results saturate at 2^±126."""
     y = mx.clip(x * _LOG2E, -126.0, 126.0)
-    n = (y + _ROUND) - _ROUND
-    f = y - n
-    p = mx.array(_COEFFICIENTS[6], mx.float32)
-    for coefficient in reversed(_COEFFICIENTS[:6]):
-        p = p * f + coefficient
-    return p * ((n + 127.0).astype(mx.int32) << 23).view(mx.float32)
+    rounded = y + _ROUND
+    f = y - (rounded - _ROUND)
+    c0, c1, c2, c3, c4, c5, c6 = _COEFFICIENTS
+    f2 = f * f
+    p = ((c6 * f2 + (c5 * f + c4)) * (f2 * f2)) + ((c3 * f + c2) * f2 + (c1 * f + c0))
+    # n is in the low bits of `rounded`; added to the exponent of p, whose own is 0 or -1
+    return (p.view(mx.int32) + (rounded.view(mx.int32) << 23)).view(mx.float32)
 
 
 @mx.compile

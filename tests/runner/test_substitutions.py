@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.rope_utils import initialize_rope
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,6 +19,16 @@ from headrace.runner.cpu_math import fast_exp, gelu_gate, silu_gate
 from headrace.runner.logits_head import substitute_head
 from headrace.runner.substitutions.fused_linear import FusedPart, fuse_projections
 from headrace.runner.substitutions.gated_mlp import GatedMLP, substitute_gated_mlps
+from headrace.runner.substitutions.rotary import TableRotary, substitute_rotary
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def test_fast_exp_is_exp() -> None:
@@ -103,3 +114,45 @@ def test_fused_projections_forget_their_input() -> None:
     model(mx.array([[1, 2]]))
     parts = [module for _, module in model.named_modules() if isinstance(module, FusedPart)]
     assert parts and all(part._shared._input is None for part in parts)
+
+
+def rotaries(model: nn.Module) -> list[TableRotary]:
+    return [module for _, module in model.named_modules() if isinstance(module, TableRotary)]
+
+
+@pytest.mark.parametrize(("name", "layers", "kinds"), [("llama", 3, 1), ("qwen3", 2, 1), ("gemma3_text", 4, 2)])
+def test_rotary_tables_give_the_same_logits(name: str, layers: int, kinds: int) -> None:
+    model = tiny_model(name)
+    prompts = [mx.array([[1, 5, 9, 2]]), mx.array([[3, 3], [7, 1]])]
+    expected = [model(tokens) for tokens in prompts]
+    assert substitute_rotary(model) == layers
+    assert len({id(one._tables) for one in rotaries(model)}) == kinds
+    for tokens, want in zip(prompts, expected, strict=True):
+        assert mx.allclose(model(tokens), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN])
+def test_rotary_variants(scaling: dict[str, object] | None) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = initialize_rope(16, 1e4, False, scaling, 2048)
+
+    holder = Holder()
+    original = holder.rope
+    assert substitute_rotary(holder) == 1
+    x = mx.random.normal((3, 2, 5, 16))
+    for offset in (0, 1234, mx.array([0, 7, 900]), mx.array([1, 2, 3])):
+        assert mx.allclose(holder.rope(x, offset=offset), original(x, offset=offset), atol=1e-5)
+    assert mx.allclose(holder.rope(x[:1], offset=5), original(x[:1], offset=5), atol=1e-5)
+    half = x.astype(mx.float16)
+    assert mx.array_equal(holder.rope(half, offset=2), original(half, offset=2))
+
+
+def test_rotary_of_neighbours_is_left_alone() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = nn.RoPE(16, traditional=True)
+
+    assert substitute_rotary(Holder()) == 0
