@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from support.client import Client
 from support.server import Serve
@@ -28,32 +30,32 @@ def test_every_route_wants_the_key(serve: Serve) -> None:
         spellings |= {path, bare or "/", f"{path}/", f"/{path}", path.upper(), f"/v1{bare}", f"/x/..{path}"}
     before = server.metrics()
     for key in (None, "wrong", ""):
-        client = Client(server.url, "m", key)
-        for path in sorted(spellings):
-            for method in ("GET", "POST"):
-                answer = client.http.request(method, f"{server.url}{path}")
-                assert answer.status_code == 401, (method, path, answer.status_code)
-                check_body(answer.json())
-        for path in OPEN:
-            assert client.get(path).status_code == 200
-        client.close()
+        with closing(Client(server.url, "m", key)) as client:
+            for path in sorted(spellings):
+                for method in ("GET", "POST"):
+                    answer = client.http.request(method, f"{server.url}{path}")
+                    assert answer.status_code == 401, (method, path, answer.status_code)
+                    check_body(answer.json())
+            for path in OPEN:
+                assert client.get(path).status_code == 200
     after = server.metrics()
     for name in ("vllm:prompt_tokens_total", "headrace:steps_total"):
         assert after(name) == before(name)
 
 
 def check_body(body: dict) -> None:
+    """In the shape of the route's dialect."""
     error = body["error"]
-    assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+    assert error["type"] == "authentication_error"
+    assert error["code"] == "invalid_api_key" if "code" in error else body["type"] == "error"
     assert not any(word in error["message"] for word in ("right", "wrong", "/", "Error", "headrace"))
     assert len(error["message"]) < 120
 
 
 def test_both_header_forms_carry_the_key(serve: Serve) -> None:
     server = serve("plain", "--api-key", "right", key="right")
-    anonymous = Client(server.url, "m")
-    for headers in ({"authorization": "Bearer right"}, {"x-api-key": "right"}):
-        assert anonymous.get("/v1/models", headers=headers).status_code == 200
-    for headers in ({"authorization": "right"}, {"authorization": "Basic right"}, {"x-api-key": "righ"}):
-        assert anonymous.get("/v1/models", headers=headers).status_code == 401
-    anonymous.close()
+    with closing(Client(server.url, "m")) as anonymous:
+        for headers in ({"authorization": "Bearer right"}, {"x-api-key": "right"}):
+            assert anonymous.get("/v1/models", headers=headers).status_code == 200
+        for headers in ({"authorization": "right"}, {"authorization": "Basic right"}, {"x-api-key": "righ"}):
+            assert anonymous.get("/v1/models", headers=headers).status_code == 401

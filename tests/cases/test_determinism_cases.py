@@ -82,7 +82,7 @@ def test_a_long_generation_among_comers_and_goers(serve: Serve) -> None:
 def test_greedy_answers_in_a_crowd_are_mlx_lms_own(serve: Serve, greedy_reference: GreedyReference) -> None:
     """16 prompts of different lengths at once; equal up to where the reference's best two are close."""
     server = serve("demo")
-    max_tokens = 24
+    max_tokens = 16
     expected = greedy_reference(server, PROMPTS, max_tokens)
     answers = at_once(
         lambda prompt: server.client.chat(prompt, max_tokens=max_tokens, return_token_ids=True), PROMPTS, 16

@@ -43,6 +43,13 @@ def test_a_lower_limit_is_kept(serve: Serve) -> None:
     low.client.check_control()
 
 
+def test_a_length_beyond_the_model_is_said(start_server: Serve) -> None:
+    server = start_server("plain", "--max-model-len", "9000")
+    assert "9000" in server.log() and "8192" in server.log()
+    content = "<|s05|>" + "o" * 8500
+    assert server.client.chat(content).usage["prompt_tokens"] == 8504
+
+
 def test_a_long_output_is_whole(server: Server) -> None:
     answer = server.client.chat("<|s01|>", max_tokens=4000, stop=["zzzz"], stream=True)
     assert answer.text() == expected_text("s01", 4000)

@@ -73,7 +73,7 @@ def test_deltas_joined_are_the_other_mode_for_real_text(serve: Serve) -> None:
         "Écris en français.",
         "Print a JSON object.",
     ]
-    for whole, streamed in at_once(lambda prompt: demo.client.both(prompt, max_tokens=24), prompts, 1):
+    for whole, streamed in at_once(lambda prompt: demo.client.both(prompt, max_tokens=16), prompts, 1):
         assert whole.text() == streamed.text()
         assert whole.finish_reason() == streamed.finish_reason()
         assert whole.usage["completion_tokens"] == streamed.usage["completion_tokens"]

@@ -170,8 +170,7 @@ def await_ready(process: subprocess.Popen[bytes], model: str, log_path: Path, ke
         if process.poll() is not None:
             raise AssertionError(f"ended with {process.returncode}:\n{log_path.read_text(errors='replace')}")
         if time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"not ready after {START_S:g} s:\n{log_path.read_text(errors='replace')}")
+            raise AssertionError(f"not ready after {START_S:g} s:\n{log_path.read_text(errors='replace')[-8000:]}")
         time.sleep(0.05)
     client = Client(found[1], model, key)
     assert client.get("/ready").status_code == 200
@@ -225,7 +224,12 @@ class ServerRoom:
         """``key``: sent with every request of the server's client."""
         memory = () if {"--kv-memory-mb", "--max-cache-blocks"} & set(flags) else POOL
         process, log_path = self.launch(model, "--served-model-name", "m", *memory, *flags, **environment)
-        return await_ready(process, "m", log_path, key)
+        try:
+            return await_ready(process, "m", log_path, key)
+        except BaseException:
+            process.kill()
+            process.wait(timeout=10)
+            raise
 
     def shared(self, model: str = "plain", *flags: str, key: str | None = None) -> Server:
         """The running server of this model and these flags, started when there is none."""
