@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ def fuzzed_body(rng: random.Random) -> bytes:
     body = right_body(rng)
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.6:
-            body[rng.choice(FIELDS)] = rng.choice(VALUES)
+            body[rng.choice(FIELDS)] = deepcopy(rng.choice(VALUES))
         else:
             container, key = rng.choice(list(places(body)))
-            container[key] = rng.choice(VALUES)
+            container[key] = deepcopy(rng.choice(VALUES))
     if "max_tokens" not in body or not isinstance(body["max_tokens"], int):
         body["max_output_tokens"] = 5
     raw = json.dumps(body).encode()
@@ -197,8 +198,10 @@ async def main(args: argparse.Namespace) -> int:
         streams = [asyncio.create_task(bystander(server, request, tally, stop)) for request in known]
         began = time.monotonic()
         port = int(server.url.rpartition(":")[2])
-        found = await fuzz(port, range(args.seed, args.seed + args.requests), args.width)
-        stop.set()
+        try:
+            found = await fuzz(port, range(args.seed, args.seed + args.requests), args.width)
+        finally:
+            stop.set()
         await asyncio.gather(*streams)
         idle = await asyncio.wait_for(server.until_idle(), 60)
         restarts = (await server.get("/v1/status"))["worker_restarts"]

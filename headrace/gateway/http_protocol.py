@@ -1,13 +1,14 @@
 """uvicorn's HTTP parser with limits on what a client may make the server hold before a request exists.
 
-httptools bounds neither the size of a request head nor the time a client takes to send it; both are bounded
-here. Malformed requests get the API's JSON error, not plain text. HTTP/1.0 knows no chunks: there, a body of
-unknown length ends where the connection does.
+httptools bounds neither the size of a request head nor the time a client takes to send head and body; they are
+bounded here, and so is the number of connections. Malformed requests get the API's JSON error, not plain text.
+HTTP/1.0 knows no chunks: there, a body of unknown length ends where the connection does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,8 +17,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 300.0
+MAX_CONNECTIONS = 8192
+# Descriptors that are no connections: sockets of workers, files, pipes.
+SPARE_FILES = 128
 
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -29,19 +39,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._num_turns = 0  # from head to body and back
         self._is_oversized = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        if len(self.connections) > max_connections():
+            self._refuse(503, "too many connections; close some, or try again later")
+            return
+        self._start_timer(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and self._head_timer is None:
-            self._start_timer()
+        if self._in_head and self._timer is None:
+            self._start_timer(HEAD_TIMEOUT_S)
         turns = self._num_turns
         super().data_received(data)
         if self._in_head and self._num_turns == turns:
@@ -53,6 +66,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._num_turns += 1
         self._stop_timer()
+        self._start_timer(BODY_TIMEOUT_S)
         self._is_oversized = len(self.url) + sum(len(n) + len(v) for n, v in self.headers) > MAX_HEAD_BYTES
         if self._is_oversized:  # it came in one piece
             raise ValueError("head too large")  # the parser stops, and send_400_response is called
@@ -62,6 +76,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._stop_timer()
         self._in_head = True
         self._num_turns += 1
         self._head_bytes = 0
@@ -74,17 +89,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     # -- inside
 
-    def _start_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_timed_out)
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._timed_out)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _head_timed_out(self) -> None:
-        self._head_timer = None
-        if not self._head_bytes:  # connected and said nothing
+    def _timed_out(self) -> None:
+        self._timer = None
+        if not self._in_head:
+            self._refuse(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:.0f} s")
+        elif not self._head_bytes:  # connected and said nothing
             self.transport.close()
         else:
             self._refuse(408, f"the request's head did not arrive within {HEAD_TIMEOUT_S:.0f} s")
@@ -121,3 +138,11 @@ def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, 
         await send(message)
 
     return send_plain
+
+
+def max_connections() -> int:
+    """What the limit on open files leaves, up to ``MAX_CONNECTIONS``."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))

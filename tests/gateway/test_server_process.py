@@ -21,6 +21,7 @@ import pytest
 from engine_harness import engine_config, expected, request
 
 from headrace.config import ServerConfig
+from headrace.gateway.http_protocol import SPARE_FILES
 from headrace.gateway.server import bind, is_loopback, ready_line, refuse_exposure
 
 pytestmark = pytest.mark.slow
@@ -273,6 +274,51 @@ def test_an_endless_head_is_refused(start: Any) -> None:
         for _ in range(3):
             answer = client.post(f"{server.url}/generate", json=large)
             assert answer.status_code == 200 and answer.text.endswith("end\n")
+
+
+@pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="limits of another process: Linux only")
+def test_more_connections_than_files_are_refused_in_words(start: Any) -> None:
+    server = start().ready()
+    psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE, (SPARE_FILES + 12, SPARE_FILES + 12))
+    port = int(server.url.rsplit(":", 1)[1])
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503")
+    for connection in idle:
+        connection.close()
+    time.sleep(0.2)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("first", ["gateway", "worker"])
+def test_nothing_is_left_whoever_is_killed_first(start: Any, tmp_path: Path, first: str) -> None:
+    server = start().ready()
+    worker = server.worker()
+    both = [server.process.pid, worker.pid]
+    for pid in both if first == "gateway" else reversed(both):
+        os.kill(pid, signal.SIGKILL)
+    assert gone(worker)
+    server.end()
+    again = start(behaviour={}).ready()
+    client = Client(again, "r", 10)
+    client.join()
+    assert client.lines[-1] == "end"
+    again.signal(signal.SIGTERM)
+    assert again.end()[0] == 0
+
+
+def test_hangup_replaces_the_worker_and_loses_nothing(start: Any) -> None:
+    server = start(behaviour={"step_s": 0.01}).ready()
+    worker = server.worker()
+    client = Client(server, "r", 200)
+    client.wait_for(10)
+    server.signal(signal.SIGHUP)
+    assert gone(worker) or gone(worker)
+    client.join()
+    assert client.lines == [*map(str, expected(request("r", 200))), "end"]
+    server.signal(signal.SIGTERM)
+    assert server.end()[0] == 0
 
 
 def test_small_parts() -> None:
