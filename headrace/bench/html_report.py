@@ -80,8 +80,8 @@ def _latency_against_throughput(cells: Sequence[Mapping[str, Any]], label: str) 
         )
         for name, group in _groups(cells).items()
     ]
-    title = f"Latency against throughput, one point per number of {label}"
-    return line_chart(title, Axis("output tokens/s"), Axis("median E2E, s"), lines)
+    across = Axis(f"output tokens/s; a point for each number of {label}")
+    return line_chart("Latency against throughput", across, Axis("median E2E, s"), lines)
 
 
 def ttft_values(cell: Mapping[str, Any]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import resource
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from headrace.bench.report import FORMAT, FORMAT_VERSION, Report, cell_report
 from headrace.bench.server import Api, BenchFault, ServerInfo, TokenCounter, read_info
 from headrace.bench.stats import Objectives, summarize_runs
 from headrace.bench.workload_file import read_workload
+
+_OTHER_FILES = 64
 
 
 class Progress(Protocol):
@@ -77,6 +80,7 @@ async def run_session(session: Session, command_line: Sequence[str], version: st
     scraped = watcher is not None and await watcher.scrape() is not None
     seed = secrets.randbits(32) if session.seed is None else session.seed
     shape = Shape(model, session.route, session.temperature, session.ignore_eos)
+    _allow_open_files(_most_open(session))
     campaign = Campaign(
         url=_base(session.url),
         options=LoadOptions(headers=api.headers, silence_timeout_s=session.silence_timeout_s),
@@ -127,6 +131,33 @@ def _server(url: str) -> Server:
         return Server.of(_base(url))
     except ValueError as error:
         raise BenchFault(f"--url: {error}") from None
+
+
+def _most_open(session: Session) -> int:
+    """Connections that may be open at once."""
+    if session.find_envelope:
+        return int(session.capacity_max)
+    counts = [session.num_requests or load.default_requests() for load in session.loads]
+    return max(
+        int(load.value) if load.kind == "concurrency" else count
+        for load, count in zip(session.loads, counts, strict=True)
+    )
+
+
+def _allow_open_files(connections: int) -> None:
+    """Raise this process's limit where it is too low: failures to connect would look like the server's.
+
+    Raises BenchFault: the system does not allow so many.
+    """
+    needed = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (ValueError, OSError):
+        line = f"{connections} requests at once need {needed} open files; the limit here is {soft}"
+        raise BenchFault(f"{line}: ask for fewer, or raise it (ulimit -n)") from None
 
 
 async def _find_model(api: Api, wished: str | None) -> tuple[ServerInfo, str]:

@@ -29,6 +29,7 @@ from headrace.bench.prometheus import Scrape, bucket_percentile, parse
 from headrace.bench.report import cell_report, flat_cell, runs_of
 from headrace.bench.stats import Objectives, summarize_runs
 from headrace.bench.svg import round_ticks
+from headrace.cli.bench_progress import Progress
 from headrace.cli.bench_serve import exit_code
 from headrace.cli.main import main
 
@@ -247,3 +248,28 @@ def test_percentiles_of_buckets() -> None:
 def test_ticks_cover_and_are_round(low: float, high: float) -> None:
     ticks = round_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 9
+
+
+def test_the_progress_bar_counts_and_clears() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, wanted=True, bar=True)
+    progress.expect(4)
+    for _ in range(4):
+        progress.request(sample(0.1))
+    progress.title("short")
+    progress.line("#1 done")
+    progress.close()
+    text = stream.getvalue()
+    assert "4/4 short" in text and "#1 done\n" in text and text.endswith("\r\x1b[K")
+    silent = io.StringIO()
+    progress = Progress(silent, wanted=False, bar=True)
+    progress.title("short")
+    progress.line("#1 done")
+    progress.close()
+    assert silent.getvalue() == ""
+
+
+def test_more_connections_than_files_are_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench-serve --url http://127.0.0.1:9 --model m --request-rate inf --num-requests 999999999"
+    assert main(words.split()) == 2
+    assert "open files" in capsys.readouterr().err
