@@ -288,9 +288,10 @@ class Supervisor:
     # -- between workers
 
     def _judge(self, death: WorkerDeath, life: WorkerLife) -> str:
-        """Count the death; why to give up, or ""."""
-        if death.permanent:
-            return death.reason
+        """Count the death; why to give up, or "".
+
+        Once a worker was ready, not even a fault that it calls permanent need be: memory may be short just now.
+        """
         self._fruitless_deaths += death.counts
         if life.ready is None:
             self._failed_starts += death.counts
