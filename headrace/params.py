@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logprobs: None: not asked; k >= 0: the chosen token's logprob and the k most likely ones.
         prompt_logprobs: the same for prompt positions.
         grammar: only tokens that it allows may be sampled; None: any.
+        embed: the hidden state at the prompt's last token is wanted instead of output; ``max_tokens`` is 1.
     """
 
     max_tokens: int
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    embed: bool = False
 
     @property
     def uses_history(self) -> bool:

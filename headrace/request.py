@@ -71,6 +71,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         cached_tokens: prompt tokens taken from the prefix cache; sent with the first output.
         prompt_logprobs: with the first output when asked; entry i is of prompt token i (the first is None).
         error: for ``FinishReason.ERROR``: one line for the client.
+        hidden: with the finish when ``params.embed`` asked: the hidden state at the prompt's last token behind the
+            model's last norm, little-endian float32. Such a sequence has no tokens.
     """
 
     request_id: str
@@ -81,3 +83,4 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
+    hidden: bytes = b""

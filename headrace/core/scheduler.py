@@ -28,9 +28,9 @@ from headrace.core.prefill_batch import PrefillBatch
 from headrace.core.prefill_budget import PrefillBudget
 from headrace.core.scheduler_types import Rejection, SchedulerConfig, SchedulerStats
 from headrace.core.sequence import RequestGroup, Sequence, Status
-from headrace.core.step import SchedulerOutput, StepResult
+from headrace.core.step import SampledToken, SchedulerOutput, StepResult
 from headrace.core.step_draft import Blocked, Draft, LaunchedRow, decode_row, prompt_row
-from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
+from headrace.request import EngineRequest, FinishReason, SequenceOutput
 
 __all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -226,7 +226,7 @@ class Scheduler:
                 continue
             start, num_known = seq.num_computed, len(seq.token_ids)
             num_tokens = num_known + seq.num_in_flight
-            if num_tokens - start != 1 or num_tokens >= seq.limit:
+            if num_tokens - start != 1 or num_tokens >= seq.limit or seq.wants_hidden:
                 if num_tokens > start and not seq.num_in_flight:
                     prefilling.append(seq)
                 continue  # nothing left to compute, or it ends with the token in flight
@@ -294,7 +294,7 @@ class Scheduler:
         end = start + count
         samples = end == num_tokens and num_tokens < seq.limit
         row = prompt_row(seq, start, end, self._kv.table_tuples(seq, end), samples)
-        if count == 1 and samples and not row.prompt_targets:
+        if count == 1 and samples and not row.prompt_targets and not seq.wants_hidden:
             draft.decode.append(row)
         else:
             draft.prefill.append(row)
@@ -365,7 +365,7 @@ class Scheduler:
     def _first_chunk(self, draft: Draft, seq: Sequence, hit: PrefixHit) -> int:
         """Tokens to compute at once if the sequence is admitted now; 0: it is not."""
         remaining = len(seq.token_ids) - hit.num_tokens
-        is_decode_row = remaining == 1 and len(seq.token_ids) < seq.limit
+        is_decode_row = remaining == 1 and len(seq.token_ids) < seq.limit and not seq.wants_hidden
         chunk = 1 if is_decode_row else draft.batch.room(hit.num_tokens, remaining)
         if not chunk:
             return 0
@@ -448,7 +448,7 @@ class Scheduler:
                 return None
             self._drop(seq)
             return seq.output([], [], reason)
-        return self._take_token(seq, sampled.token_id, sampled.logprobs)
+        return self._take_token(seq, sampled)
 
     def _isolate(self, seq: Sequence) -> None:
         """Start a sequence over, alone: nothing that it computed, or that was computed behind it, is believed."""
@@ -465,19 +465,19 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = [None]
 
-    def _take_token(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-        seq.take_token(token_id)
+    def _take_token(self, seq: Sequence, sampled: SampledToken) -> SequenceOutput:
+        seq.take_token(sampled.token_id)
         if seq.is_isolated:
             self._rejoin(seq)
         if seq.is_replay:
             self._end_replay(seq)
-        self._generation_tokens += 1
+        self._generation_tokens += not seq.wants_hidden
         if seq.account is not None:
             seq.account.balance -= 1
         reason = seq.finish_reason()
         if reason is not None:
             self._drop(seq)
-        return seq.output([token_id], [] if logprobs is None else [logprobs], reason)
+        return seq.sampled_output(sampled, reason)
 
     def _end_replay(self, seq: Sequence) -> None:
         seq.is_replay = False

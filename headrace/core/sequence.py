@@ -17,6 +17,7 @@ from enum import Enum
 
 from headrace.core.account import Account
 from headrace.core.prefix_index import block_digest, root_digest
+from headrace.core.step import SampledToken
 from headrace.params import SamplingParams, sequence_seed
 from headrace.request import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 
@@ -56,6 +57,7 @@ class Sequence:
         capacity: positions that every table covers.
         last_step, start_step: the step it was last scheduled in; the step it was last admitted in.
         num_committed: leading full blocks that were offered to the prefix index.
+        wants_hidden: a hidden state is wanted, not tokens; its last row is never a decode row.
         prompt_logprobs: collected so far, entry i of prompt token i; None: not asked, or delivered.
     """
 
@@ -92,6 +94,7 @@ class Sequence:
         "trimmed",
         "uses_history",
         "void_epoch",
+        "wants_hidden",
     )
 
     def __init__(self, seq_id: int, group: RequestGroup, index: int, max_total: int, num_groups: int) -> None:
@@ -104,6 +107,7 @@ class Sequence:
         self.params: SamplingParams = request.params
         self.seed = sequence_seed(request.params.seed, index)
         self.uses_history = request.params.uses_history or request.params.grammar is not None
+        self.wants_hidden = request.params.embed
         self.stop_token_ids = frozenset(request.params.stop_token_ids)
         self.token_ids: list[int] = [*request.prompt_token_ids, *emitted]
         # The same as integers in a row: a copy for each step's row is one memcpy.
@@ -185,12 +189,19 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
 
+    def sampled_output(self, sampled: SampledToken, finish_reason: FinishReason | None) -> SequenceOutput:
+        """The output of a sampled token; of a hidden state, where that is wanted, and no token then."""
+        token_ids = [] if self.wants_hidden else [sampled.token_id]
+        logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
+        return self.output(token_ids, logprobs, finish_reason, hidden=sampled.hidden)
+
     def output(
         self,
         token_ids: list[int],
         logprobs: list[TokenLogprobs],
         finish_reason: FinishReason | None,
         error: str = "",
+        hidden: bytes = b"",
     ) -> SequenceOutput:
         """Make an output; the first one carries what is said once."""
         cached_tokens, prompt_logprobs = 0, None
@@ -209,4 +220,5 @@ class Sequence:
             cached_tokens=cached_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
+            hidden=hidden,
         )

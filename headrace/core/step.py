@@ -76,8 +76,9 @@ class BlockCopy:
 class SchedulerOutput:
     """One step: copies first, in order, then prefill and decode forwards.
 
-    ``decode`` has the rows of one token that sample, whatever the reason; ``prefill`` has all others. A sequence
-    is in at most one row. Launch every step that is not empty, in order; drop empty ones.
+    ``decode`` has the rows of one token that sample, whatever the reason, but not those of ``embed`` requests;
+    ``prefill`` has all others. A sequence is in at most one row. Launch every step that is not empty, in order;
+    drop empty ones.
 
     ``recomputes``: the step's only row is of a sequence whose logits were not finite before; it is given this one
     chance alone.
@@ -96,10 +97,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token, with its logprobs when the request asked."""
+    """One sampled token, with its logprobs when the request asked; ``hidden`` as in ``SequenceOutput``."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    hidden: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,12 +122,20 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     reasoning_tokens: int = 0
 
 
+class Embedded(msgspec.Struct, frozen=True, gc=False):
+    """A prompt's hidden state (once per prompt, where asked for): little-endian float32, not normalised."""
+
+    index: int
+    hidden: bytes
+
+
 class KeepAlive(msgspec.Struct, frozen=True, gc=False):
     """Nothing has happened for a while; the connection is still wanted."""
 
 
 Event = (
     Started
+    | Embedded
     | PromptScored
     | TextDelta
     | ReasoningDelta
@@ -211,5 +219,5 @@ class Folded:
                     self.sequences[event.index].prompt = event.tokens
                 case Usage():
                     self.usage = event
-                case KeepAlive() | Started():
+                case KeepAlive() | Started() | Embedded():
                     pass

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.errors import InternalFault, RequestError, RequestTimeout
-from headrace.gateway.events import Event, KeepAlive, PromptScored, SequenceFinished, Started
+from headrace.gateway.events import Embedded, Event, KeepAlive, PromptScored, SequenceFinished, Started
 from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prompt
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.request import EngineRequest, FinishReason, SequenceOutput
@@ -180,6 +180,9 @@ class PromptRun:
             if output.prompt_logprobs is not None and output.index == 0:
                 scored = score_prompt(self._tokenizer, self.request.prompt_token_ids, output.prompt_logprobs)
                 events.append(PromptScored(self._first_index, scored))
+            if output.hidden:
+                events.append(Embedded(self._first_index, output.hidden))
+                self._first_token_at = self._last_token_at[0] = now
             if output.token_ids:
                 self._observe_tokens(output, now)
             _raise_failure(output)

@@ -16,7 +16,9 @@ from headrace.request import FinishReason, SequenceOutput, TokenLogprobs
 class _Merged:
     """Outputs of one sequence since the reader last looked."""
 
-    __slots__ = ("cached_tokens", "error", "finish_reason", "logprobs", "prompt_logprobs", "single", "token_ids")
+    __slots__ = (
+        "cached_tokens", "error", "finish_reason", "hidden", "logprobs", "prompt_logprobs", "single", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, output: SequenceOutput) -> None:
         self.single: SequenceOutput | None = output
@@ -26,6 +28,7 @@ class _Merged:
         self.cached_tokens = output.cached_tokens
         self.prompt_logprobs = output.prompt_logprobs
         self.error = output.error
+        self.hidden = output.hidden
 
     def add(self, output: SequenceOutput) -> None:
         self.single = None
@@ -34,6 +37,7 @@ class _Merged:
         self.finish_reason = output.finish_reason or self.finish_reason
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.error = output.error or self.error
+        self.hidden = output.hidden or self.hidden
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
 
@@ -47,6 +51,7 @@ class _Merged:
             cached_tokens=self.cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            hidden=self.hidden,
         )
 
 

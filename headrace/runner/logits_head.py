@@ -16,16 +16,23 @@ import mlx.nn as nn
 
 
 class HeadSelector:
-    """Which positions of the next forward get logits; set before each forward by the runner."""
+    """Which positions of the next forward get logits; set before each forward by the runner.
+
+    Attributes:
+        kept: what the head was given by the last forward that was to keep it, ``[B, 1, D]``.
+    """
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
+        self._keeps = False
+        self.kept: mx.array | None = None
 
     def all_positions(self) -> None:
-        self._positions = None
+        self._positions, self._keeps = None, False
 
-    def last_of(self, lengths: Sequence[int], padded: int) -> None:
+    def last_of(self, lengths: Sequence[int], padded: int, *, keep: bool = False) -> None:
         """Only the last real position of each row of a forward ``[len(lengths), padded]``."""
+        self._keeps, self.kept = keep, None
         if padded == 1:
             self._positions = None
         else:
@@ -33,9 +40,11 @@ class HeadSelector:
 
     def select(self, hidden: mx.array) -> mx.array:
         """``[B, L, D]`` -> ``[B, 1, D]``, or unchanged when all positions are wanted."""
-        if self._positions is None:
-            return hidden
-        return mx.take_along_axis(hidden, self._positions[:, None, None], axis=1)
+        if self._positions is not None:
+            hidden = mx.take_along_axis(hidden, self._positions[:, None, None], axis=1)
+        if self._keeps:
+            self.kept = hidden
+        return hidden
 
 
 class SelectiveHead(nn.Module):  # type: ignore[misc]

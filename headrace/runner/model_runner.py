@@ -9,8 +9,8 @@ For the same reason a step of several forwards is started forward by forward: wh
 before the next one writes, or MLX copies the pools. The last one is started when the step's result is asked for.
 
 Rows with a grammar are the exception to building ahead: their masks need step k's tokens on the host. The sampling
-of such a step is built when step k has been read and step k+1's forwards have been started, so the masks are made
-while the device computes. All rows of the step then wait for that sampling, none for another forward.
+of such a step is built when step k has been read and step k+1's first forward has been started, so the masks are
+made while the device computes. All rows of the step then wait for that sampling, none for another forward.
 
 The runner never sees a queue, and keeps nothing about a sequence that it could not rebuild from the next row.
 """
@@ -80,7 +80,8 @@ class StepHandle:
 
     ``earlier``, ``last``: per forward, arrays that are there when it is over and its KV is written; ``earlier`` is
     empty once the last forward has been started.
-    ``unsampled``: set until that, where rows have grammars. ``refused``: rows whose grammars fail.
+    ``unsampled``: set until the step starts, where rows have grammars. ``refused``: rows whose grammars fail.
+    ``hidden``: seq_id -> float32 hidden states of a forward ``[P, D]`` and the sequence's row in them.
     """
 
     runner: ModelRunner
@@ -91,9 +92,9 @@ class StepHandle:
     earlier: list[list[mx.array]]
     last: list[mx.array]
     started_at: float = 0.0
-    tokens_before: Mapping[int, int] = field(default_factory=dict)
     unsampled: _Unsampled | None = None
     refused: dict[int, str] = field(default_factory=dict)
+    hidden: dict[int, tuple[mx.array, int]] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         return self.runner.finish(self)
@@ -138,6 +139,7 @@ class ModelRunner:
         self._pending: StepHandle | None = None
         self._newest: tuple[mx.array, dict[int, int]] | None = None
         self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
+        self._hidden: dict[int, tuple[mx.array, int]] = {}  # likewise, see ``StepHandle``
         self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
 
     @property
@@ -156,7 +158,7 @@ class ModelRunner:
         if output.copies:
             self._start_last()
             self._pool.copy_blocks(output.copies)
-        self._forwards = []
+        self._forwards, self._hidden = [], {}
         prompt_logprobs: dict[int, list[LogprobArrays]] = {}
         rows: list[ScheduledRow] = []
         logits: list[mx.array] = []
@@ -174,6 +176,7 @@ class ModelRunner:
             logits.append(found)
             inputs.append(tokens)
         handle = StepHandle(self, output, rows, None, prompt_logprobs, self._forwards[:-1], self._forwards[-1])
+        handle.hidden = self._hidden
         if any(row.params.grammar is not None for row in rows):
             handle.unsampled = _Unsampled(logits, inputs)
         elif rows:
@@ -199,12 +202,15 @@ class ModelRunner:
     def _start(self, handle: StepHandle, newest: Mapping[int, int]) -> None:
         """Start a step; ``newest``: the tokens of the step before it, for grammars."""
         handle.started_at = time.perf_counter()
-        handle.tokens_before = newest
         self._running = handle
         if handle.earlier:
             mx.async_eval(handle.earlier[0])  # type: ignore[no-untyped-call]
         else:
             self._start_forward(handle)
+        if handle.unsampled is not None:
+            self._sample_with_masks(handle, handle.unsampled, newest)
+            if not handle.earlier:
+                self._start_forward(handle)
 
     def _start_last(self) -> None:
         """Wait for the running step's forwards but the last, and start that one, if it has not been started."""
@@ -217,16 +223,13 @@ class ModelRunner:
         self._start_forward(handle)
 
     def _start_forward(self, handle: StepHandle) -> None:
-        """Start the last forward and the sampling."""
-        if handle.unsampled is not None:
-            self._sample_with_masks(handle, handle.unsampled, handle.tokens_before)
+        """Start the last forward, and the sampling that is built."""
         # Not the pool's state: that may be the next step's already.
         mx.async_eval(self._arrays(handle) + handle.last)  # type: ignore[no-untyped-call]
 
     def _sample_with_masks(self, handle: StepHandle, parts: _Unsampled, newest: Mapping[int, int]) -> None:
-        """Start the forwards, make the masks meanwhile, then build the sampling."""
+        """Make the masks while the forwards run, then build the sampling."""
         assert self._grammars is not None, "a row has a grammar and the runner cannot make masks"
-        mx.async_eval(parts.logits + self._arrays(handle) + handle.last)  # type: ignore[no-untyped-call]
         masks = self._grammars.masks(handle.rows, newest)
         handle.refused = {} if masks is None else masks.refused
         handle.unsampled = None
@@ -297,11 +300,16 @@ class ModelRunner:
             return self._prefill_with_logprobs(rows[0], prompt_logprobs)
         length = max(row.num_tokens for row in rows)
         batch = self._inputs.build(rows, length)
-        self._selector.last_of(batch.lengths, length)
+        wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
+        self._selector.last_of(batch.lengths, length, keep=bool(wanted))
         logits = self._forward(mx.array(token_array(rows, length)), batch)
+        given, kept = [logits], self._selector.kept
+        if wanted and kept is not None:
+            given.append(kept[:, 0].astype(mx.float32))
+            self._hidden.update((seq_id, (given[-1], index)) for index, seq_id in wanted)
         if logits.shape[1] > 1:  # a model without a selective head
-            logits = self._selector.select(logits)
-        self._forwards.append([logits])
+            logits = given[0] = self._selector.select(logits)
+        self._forwards.append(given)
         return logits[:, 0]
 
     def _prefill_with_logprobs(
@@ -403,8 +411,9 @@ class ModelRunner:
     ) -> Sampled:
         batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES, masks)
         truncates = batch.random is not None and batch.random.truncation is not None
-        if truncates and masks is None and self._running is not None:
-            # Truncation may have to look at values before it goes on; the running step must be over by then.
+        if truncates and self._running is not None:
+            # Truncation may have to look at values before it goes on; the running step must be over by then (with
+            # masks this is the running step: its earlier forwards must be).
             self._start_last()
             mx.eval(self._arrays(self._running))
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
@@ -449,6 +458,7 @@ def _to_host(handle: StepHandle, duration: float) -> StepResult:
     """Read a finished step's arrays."""
     sampled: dict[int, SampledToken] = {}
     failed: dict[int, str] = {}
+    refused = dict(handle.refused)
     if handle.sampled is not None:
         tokens: list[int] = np.array(handle.sampled.tokens).tolist()
         finite: list[bool] = np.array(handle.sampled.finite).tolist()
@@ -459,17 +469,26 @@ def _to_host(handle: StepHandle, duration: float) -> StepResult:
             entry = None
             if row.params.logprobs is not None:
                 entry = _cut(next(logprobs), row.params.logprobs)
-            if row.seq_id in handle.refused:
+            if row.params.embed and row.seq_id not in handle.hidden:
+                refused[row.seq_id] = "this model cannot make embeddings: its output layer is not known"
+            if row.seq_id in refused:
                 continue
             if good:
-                sampled[row.seq_id] = SampledToken(token, entry)
+                sampled[row.seq_id] = SampledToken(token, entry, _hidden_bytes(handle, row.seq_id))
             else:
                 failed[row.seq_id] = "the model produced values that are not finite"
     prompt = {
         seq_id: [_cut(entry, len(entry.top)) for piece in pieces for entry in _logprob_lists(*piece)]
         for seq_id, pieces in handle.prompt_logprobs.items()
     }
-    return StepResult(handle.output.step_id, sampled, failed, prompt, duration, handle.refused)
+    return StepResult(handle.output.step_id, sampled, failed, prompt, duration, refused)
+
+
+def _hidden_bytes(handle: StepHandle, seq_id: int) -> bytes:
+    if seq_id not in handle.hidden:
+        return b""
+    states, index = handle.hidden[seq_id]
+    return np.array(states[index]).astype("<f4").tobytes()
 
 
 def _logprob_lists(chosen: mx.array | None, ids: mx.array | None, values: mx.array | None) -> list[TokenLogprobs]:

@@ -24,6 +24,7 @@ from headrace.gateway.events import (
     CallArguments,
     CallEnded,
     CallStarted,
+    Embedded,
     Event,
     KeepAlive,
     PromptScored,
@@ -117,7 +118,7 @@ class MessageRenderer:
             case Started():
                 self._cached_tokens = event.cached_tokens
                 return self._begin()
-            case KeepAlive():
+            case KeepAlive() | Embedded():
                 return self._begin() + PING
             case SequenceFinished():
                 self._stop = _stop_of(event)

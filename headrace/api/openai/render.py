@@ -21,6 +21,7 @@ from headrace.gateway.events import (
     CallArguments,
     CallEnded,
     CallStarted,
+    Embedded,
     Event,
     Folded,
     FoldedCall,
@@ -231,7 +232,7 @@ class StreamRenderer:
                 return self._usage(event)
             case PromptScored():
                 return self._prompt(event)
-            case KeepAlive():
+            case KeepAlive() | Embedded():
                 return KEEP_ALIVE
             case CallEnded() | Started():
                 return b""

@@ -20,6 +20,7 @@ from headrace.gateway.events import (
     CallArguments,
     CallEnded,
     CallStarted,
+    Embedded,
     Event,
     KeepAlive,
     PromptScored,
@@ -141,7 +142,7 @@ class ResponseRenderer:
             case Usage():
                 self._usage = usage_object(event)
                 return b""
-            case KeepAlive():
+            case KeepAlive() | Embedded():
                 return KEEP_ALIVE
             case Started() | PromptScored():
                 return b""
