@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -63,9 +64,10 @@ std::atomic<uint32_t> generation{0};    // counts jobs; helpers sleep on it
 int helpers = 0;
 int most_rows = 64;
 
-// Looks for work before a helper sleeps. The next product comes some tens of microseconds after the last one, or after
-// an attention; waking up takes as long. So a helper looks first, then lets others have the core between looks.
-constexpr int kSpins = 1000, kYields = 200, kSpinsPerYield = 40;
+// The next product comes some tens of microseconds after the last one, or some hundreds (an attention); to be woken
+// takes as long. So a helper looks for work at first, then lets others have the core between looks, then sleeps.
+constexpr int kSpins = 1000, kSpinsPerYield = 40;
+constexpr std::chrono::microseconds kAwake{300};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -87,8 +89,10 @@ bool idle(uint32_t seen, int spins) {
 
 void helper_main() {
   for (uint32_t seen = 0;;) {
-    if (idle(seen, kSpins))
-      for (int i = 0; i < kYields && idle(seen, kSpinsPerYield); i++) std::this_thread::yield();
+    if (idle(seen, kSpins)) {
+      const auto sleep_at = std::chrono::steady_clock::now() + kAwake;
+      while (idle(seen, kSpinsPerYield) && std::chrono::steady_clock::now() < sleep_at) std::this_thread::yield();
+    }
     generation.wait(seen);
     seen = generation.load();
     inside.fetch_add(1);  // before looking at `open`: the caller closes first and looks at `inside` then
