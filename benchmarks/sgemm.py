@@ -20,8 +20,8 @@ from headrace.core.machine import cpu_model, usable_cores
 from headrace.runner import blas_probe
 from headrace.runner.blas_candidates import candidates
 
-SHAPES = ((8192, 2048), (1536, 576), (576, 1536))  # outputs, inputs
-ROWS = (1, 2, 4, 8, 16, 32, 128)
+SHAPES = ((8192, 2048), (49152, 576), (1536, 576), (576, 1536))  # outputs, inputs
+ROWS = (1, 2, 4, 8, 16, 32, 85, 128)
 WEIGHT_BYTES = 64_000_000
 REPEATS = 9
 

@@ -1,16 +1,16 @@
 // cblas_sgemm for serving a model on a CPU, in front of a general BLAS ("base"). Three measured reasons:
 //
 // - A decode step multiplies a few rows by large weight matrices. A general BLAS copies a matrix into its own layout
-//   first and so moves it through memory more than once. Here the few rows are packed, and every weight is read once
+//   first and so moves it through memory more than once. Here the rows are packed, and every weight is read once
 //   from memory, ahead of its use, and multiplied into all rows.
 // - The threads of a general BLAS wait for each other: when another process takes a core, every product takes a
 //   scheduler's time slice. Here threads take pieces of the work from a counter; a helper that gets no core takes
 //   no piece, and the caller computes it.
-// - Each output of x · wᵀ is one chain of multiply-adds over k = 0, 1, 2, … whatever the number of rows, so a row's
-//   result does not depend on its neighbours, to the last bit.
+// - Each output of x · wᵀ is one chain of multiply-adds over k = 0, 1, 2, … whatever the number of rows, so that a
+//   row's result does not depend on its neighbours, to the last bit.
 //
-// Other products, and those of more rows than headrace_sgemm_rows() allows, are cut into pieces, which base computes
-// on one thread each.
+// Other products, and those of more rows than headrace_sgemm_rows() allows, are cut into pieces, which base
+// computes on one thread each.
 
 #include <algorithm>
 #include <atomic>
@@ -64,8 +64,9 @@ std::atomic<uint32_t> generation{0};    // counts jobs; helpers sleep on it
 int helpers = 0;
 int most_rows = 64;
 
-// The next product comes some tens of microseconds after the last one, or some hundreds (an attention); to be woken
-// takes as long. So a helper looks for work at first, then lets others have the core between looks, then sleeps.
+// The next product comes some tens of microseconds after the last one, or some hundreds (an attention); to be
+// woken takes as long. So a helper looks for work at first, then lets others have the core between looks, then
+// sleeps.
 constexpr int kSpins = 1000, kSpinsPerYield = 40;
 constexpr std::chrono::microseconds kAwake{300};
 
@@ -282,8 +283,10 @@ void block(const Product& p, int row, int column, int columns, bool ahead) {
       else
         panel<Vectors, kColumns, false>(packed, b + j * int64_t(p.ldb), p.ldb, depth, to, k > 0, 0);
     }
-    for (; j < columns; j++)
-      panel<Vectors, 1, false>(packed, b + j * int64_t(p.ldb), p.ldb, depth, sums + j * Vectors * kLanes, k > 0, 0);
+    for (; j < columns; j++) {
+      float* to = sums + j * Vectors * kLanes;
+      panel<Vectors, 1, false>(packed, b + j * int64_t(p.ldb), p.ldb, depth, to, k > 0, 0);
+    }
   }
   for (int v = 0; v < Vectors; v++)
     for (int first = 0; first < columns; first += kLanes) {
