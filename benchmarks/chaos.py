@@ -140,10 +140,12 @@ async def client(server: LiveServer, known: list[Request], seed: int, tally: Tal
 
 
 async def killer(server: LiveServer, kills: int, seed: int, tally: Tally) -> None:
-    """Half of the kills right after a restart, half while things run."""
+    """One kill in four comes whenever, often while a worker loads; the others within two seconds of readiness."""
     rng = random.Random(seed)
     for number in range(kills):
-        await asyncio.sleep(rng.choice((rng.uniform(0.0, 1.5), rng.uniform(0.5, 3.0))))
+        if number % 4 != 3:
+            await server.until_restarted(-1)
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
         worker = server.present_worker()
         if worker is None:
             continue
