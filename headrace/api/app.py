@@ -9,7 +9,8 @@ the OpenAPI document from the same structs that decode them.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +28,9 @@ from headrace.api.anthropic import routes as anthropic
 from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import AuthMiddleware
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.embeddings import routes as embeddings
+from headrace.api.embeddings.models import make_text_models
+from headrace.api.embeddings.schema import EmbeddingFields, RerankFields
 from headrace.api.grammar_check import GrammarCheck
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
@@ -58,6 +62,9 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None),
     ("POST", "/v1/messages", anthropic.create_message, MessagesFields),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, PromptFields),
+    ("POST", "/v1/embeddings", embeddings.create_embedding, EmbeddingFields),
+    ("POST", "/v1/rerank", embeddings.create_rerank, RerankFields),
+    ("POST", "/rerank", embeddings.create_rerank, RerankFields),
     ("POST", "/v1/requests/{request_id}/cancel", admin.cancel, None),
     ("GET", "/v1/models", models.list_models, None),
     ("GET", "/v1/models/{model_id:path}", models.get_model, None),
@@ -75,9 +82,15 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
 )
 
 
-def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics) -> FastAPI:
-    """The HTTP side of one engine."""
-    house = make_services(config, engine, text, metrics)
+def create_app(
+    config: ServerConfig,
+    engine: EngineClient,
+    text: ModelText,
+    metrics: RequestMetrics,
+    sides: Mapping[str, EngineClient] | None = None,
+) -> FastAPI:
+    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``)."""
+    house = make_services(config, engine, text, metrics, sides or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -116,7 +129,11 @@ def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metr
 
 
 def make_services(
-    config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics
+    config: ServerConfig,
+    engine: EngineClient,
+    text: ModelText,
+    metrics: RequestMetrics,
+    sides: Mapping[str, EngineClient],
 ) -> Services:
     limits = PipelineLimits(
         queue_timeout_s=config.queue_timeout_s,
@@ -130,14 +147,19 @@ def make_services(
     store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
-    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, GrammarCheck(text))
+    text_models = make_text_models(config, engine, text, metrics, limits, sides)
+    check = GrammarCheck(text)
+    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, check, text_models)
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:
-    extra: dict[str, Any] | None = None
+    extra: dict[str, Any] = {}
     if schema is not None:
         reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+    if names := re.findall(r"{(\w+)", path):
+        string = {"type": "string"}
+        extra["parameters"] = [{"name": name, "in": "path", "required": True, "schema": string} for name in names]
     app.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=extra)
     if method == "GET":
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
