@@ -70,6 +70,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
+class SideModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model beside the main one, in a worker of its own; ``name`` is what requests call it."""
+
+    name: str
+    engine: EngineConfig
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway is started with.
 
@@ -79,6 +86,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``tool_call_parser``, ``reasoning_parser``: a name, "auto" (by the chat template) or "none".
 
     ``thinking_token_budget``: tokens of thinking per answer for requests that name none.
+
+    ``embedding``, ``reranker``: models beside the main one for ``/v1/embeddings`` and ``/v1/rerank``; None: the
+    main model's hidden states, and the embeddings, serve. ``embedding_max_length``: tokens of an input at most, None:
+    what the model takes; ``embedding_truncates``: longer inputs lose their end instead of being refused.
 
     ``response_store_mb``: room for the stored answers of ``/v1/responses``, 0: none is stored; they are in
     ``response_store_file``, None: in the user's state folder.
@@ -107,6 +118,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     thinking_token_budget: int | None = None
+    embedding: SideModel | None = None
+    reranker: SideModel | None = None
+    embedding_max_length: int | None = None
+    embedding_truncates: bool = False
     response_store_mb: int = 256
     response_store_file: str | None = None
     cors_origins: tuple[str, ...] = ()

@@ -7,26 +7,18 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from headrace.api.embeddings.models import TextModels
 from headrace.api.fields import shown
 from headrace.api.grammar_check import GrammarCheck
+from headrace.api.limits import ModelLimits, model_limits
 from headrace.api.parsers import Parsers
 from headrace.api.responses.running import RunningResponses
 from headrace.api.responses.store import ResponseStore
 from headrace.config import GenerationDefaults, ServerConfig
-from headrace.errors import InternalFault, ModelNotFound, NotReady
+from headrace.errors import InternalFault, ModelNotFound
 from headrace.gateway.pipeline import Pipeline
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text.model_text import ModelText
-
-RETRY_STARTING_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Of the model that runs: prompt + output tokens, and the token ids that a request may name."""
-
-    max_model_len: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +34,13 @@ class Services:
     parsers: Parsers
     responses: ResponseStore
     grammars: GrammarCheck
+    text_models: TextModels
     running_responses: RunningResponses = field(default_factory=RunningResponses)
     started_at: float = field(default_factory=time.time)
 
     def model_limits(self) -> ModelLimits:
         """``NotReady`` until a worker has told its limits."""
-        state = self.engine.state()
-        if state.ready is None:
-            if state.status == "failed":
-                raise NotReady(f"the engine has failed: {state.message}", retry_after_s=60.0)
-            raise NotReady("the model is still loading", retry_after_s=RETRY_STARTING_S)
-        vocab_size = min(state.ready.vocab_size, self.text.tokenizer.vocab_size)
-        return ModelLimits(state.ready.max_model_len, vocab_size)
+        return model_limits(self.engine.state(), self.text.tokenizer.vocab_size)
 
     def served_name(self, name: str | None) -> str:
         """The name an answer carries: the one that was asked for, or the first when none was."""

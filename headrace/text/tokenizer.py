@@ -48,6 +48,7 @@ class Tokenizer:
         vocab_size: one more than the highest token id.
         bos_id, eos_id: None when the model declares none.
         adds_bos: what ``encode(add_bos=None)`` does.
+        closing_ids: what the backend's own post-processor puts behind a text (models for embeddings are trained so).
         named: see above.
         special: texts of the special tokens.
         special_ids: their ids.
@@ -73,6 +74,7 @@ class Tokenizer:
         self._plain = _view(backend, inner=False)
         self._inner = _view(backend, inner=True)
         self.adds_bos = _default_bos(backend, self.bos_id) if add_bos is None else add_bos
+        self.closing_ids = _closing_ids(backend)
 
         decoder = _state(backend.decoder)
         self.strips_leading_space = _strips_leading_space(decoder)
@@ -255,3 +257,10 @@ def _strips_leading_space(state: object) -> bool:
 def _default_bos(backend: tokenizers.Tokenizer, bos_id: int | None) -> bool:
     """Whether the backend's post-processor begins a text with the beginning-of-sequence token."""
     return bos_id is not None and backend.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
+
+
+def _closing_ids(backend: tokenizers.Tokenizer) -> list[int]:
+    """The special tokens that the backend's post-processor puts behind a text."""
+    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    first = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
+    return [] if first is None or not plain else whole[first + len(plain) :]

@@ -13,8 +13,8 @@ import secrets
 import msgspec
 
 from headrace.api.fields import shown
+from headrace.api.limits import ModelLimits
 from headrace.api.openai.schema import ChatFields, CompletionFields, SamplingFields
-from headrace.api.services import ModelLimits
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.errors import ContextLengthExceeded, InvalidRequest
 from headrace.params import SamplingParams

@@ -13,13 +13,14 @@ import msgspec
 
 from headrace.api.arrival import Arrival
 from headrace.api.fields import shown
+from headrace.api.limits import ModelLimits
 from headrace.api.openai.constraints import chat_grammar, completion_grammar, content_demand
 from headrace.api.openai.params import check_token_ids, for_prompt, sampling_params
 from headrace.api.openai.schema import ChatFields, CompletionFields, SamplingFields
 from headrace.api.openai.thinking import effort_variables
 from headrace.api.openai.tools import tools_for_template
 from headrace.api.parsers import kept_token_ids
-from headrace.api.services import ModelLimits, Services
+from headrace.api.services import Services
 from headrace.errors import InvalidRequest
 from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
@@ -154,28 +155,28 @@ async def completion_request(
     return request, texts
 
 
-def split_prompts(prompt: object, limits: ModelLimits) -> list[str | list[int]]:
-    """``prompt``'s four forms as a list of texts or token ids."""
+def split_prompts(prompt: object, limits: ModelLimits, param: str = "prompt") -> list[str | list[int]]:
+    """The four forms of the field ``param`` as a list of texts or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest("prompt must not be an empty list", param="prompt")
+        raise InvalidRequest(f"{param} must not be an empty list", param=param)
     if all(isinstance(item, str) for item in prompt):
         return list(prompt)
     if not any(isinstance(item, str | list) for item in prompt):
-        return [_token_ids(prompt, "prompt", limits)]
+        return [_token_ids(prompt, param, param, limits)]
     if all(isinstance(item, list) for item in prompt):
-        return [_token_ids(item, f"prompt[{i}]", limits) for i, item in enumerate(prompt)]
+        return [_token_ids(item, f"{param}[{i}]", param, limits) for i, item in enumerate(prompt)]
     raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
+        f"{param} must be a string, a list of strings, a list of token ids or a list of such lists", param=param
     )
 
 
-def _token_ids(items: list[object], where: str, limits: ModelLimits) -> list[int]:
+def _token_ids(items: list[object], where: str, param: str, limits: ModelLimits) -> list[int]:
     token_ids: list[int] = []
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool) or item < 0:
-            raise InvalidRequest(f"{where} has {shown(item)}, which is no token id", param="prompt")
+            raise InvalidRequest(f"{where} has {shown(item)}, which is no token id", param=param)
         token_ids.append(item)
     check_token_ids(token_ids, where, limits.vocab_size)
     return token_ids
