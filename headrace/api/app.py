@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,9 @@ from headrace.api.anthropic import routes as anthropic
 from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import AuthMiddleware
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.embeddings import routes as embeddings
+from headrace.api.embeddings.models import make_text_models
+from headrace.api.embeddings.schema import EmbeddingFields, RerankFields
 from headrace.api.grammar_check import GrammarCheck
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
@@ -59,6 +62,9 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None),
     ("POST", "/v1/messages", anthropic.create_message, MessagesFields),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, PromptFields),
+    ("POST", "/v1/embeddings", embeddings.create_embedding, EmbeddingFields),
+    ("POST", "/v1/rerank", embeddings.create_rerank, RerankFields),
+    ("POST", "/rerank", embeddings.create_rerank, RerankFields),
     ("POST", "/v1/requests/{request_id}/cancel", admin.cancel, None),
     ("GET", "/v1/models", models.list_models, None),
     ("GET", "/v1/models/{model_id:path}", models.get_model, None),
@@ -76,9 +82,15 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
 )
 
 
-def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics) -> FastAPI:
-    """The HTTP side of one engine."""
-    house = make_services(config, engine, text, metrics)
+def create_app(
+    config: ServerConfig,
+    engine: EngineClient,
+    text: ModelText,
+    metrics: RequestMetrics,
+    sides: Mapping[str, EngineClient] | None = None,
+) -> FastAPI:
+    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``)."""
+    house = make_services(config, engine, text, metrics, sides or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -117,7 +129,11 @@ def create_app(config: ServerConfig, engine: EngineClient, text: ModelText, metr
 
 
 def make_services(
-    config: ServerConfig, engine: EngineClient, text: ModelText, metrics: RequestMetrics
+    config: ServerConfig,
+    engine: EngineClient,
+    text: ModelText,
+    metrics: RequestMetrics,
+    sides: Mapping[str, EngineClient],
 ) -> Services:
     limits = PipelineLimits(
         queue_timeout_s=config.queue_timeout_s,
@@ -131,7 +147,9 @@ def make_services(
     store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
-    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, GrammarCheck(text))
+    text_models = make_text_models(config, engine, text, metrics, limits, sides)
+    check = GrammarCheck(text)
+    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, check, text_models)
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:
