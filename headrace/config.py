@@ -88,8 +88,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``thinking_token_budget``: tokens of thinking per answer for requests that name none.
 
     ``embedding``, ``reranker``: models beside the main one for ``/v1/embeddings`` and ``/v1/rerank``; None: the
-    main model's hidden states, and the embeddings, serve. ``embedding_max_length``: tokens of an input at most, None:
-    what the model takes; ``embedding_truncates``: longer inputs lose their end instead of being refused.
+    main model's hidden states, and the embeddings, serve. ``embedding_max_length``: tokens of an input at most,
+    None: what the model takes; ``embedding_truncates``: longer inputs lose their end instead of being refused.
 
     ``response_store_mb``: room for the stored answers of ``/v1/responses``, 0: none is stored; they are in
     ``response_store_file``, None: in the user's state folder.

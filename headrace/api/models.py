@@ -24,15 +24,15 @@ async def list_models(request: Request) -> Response:
         names = house.config.served_model_names
         cards = [_anthropic_card(house, name) for name in names]
         return json_response({"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]})
-    return json_response(
-        {"object": "list", "data": [_card(house, name) for name in house.config.served_model_names]}
-    )
+    return json_response({"object": "list", "data": [_card(house, name) for name in house.text_models.names]})
 
 
 async def get_model(request: Request) -> Response:
     """One of them; names may contain slashes."""
     house = services(request)
-    name = house.served_name(str(request.path_params["model_id"]))
+    name = str(request.path_params["model_id"])
+    if name not in house.text_models.side_engines or is_anthropic(request.scope):
+        name = house.served_name(name)
     return json_response(_anthropic_card(house, name) if is_anthropic(request.scope) else _card(house, name))
 
 
@@ -60,12 +60,16 @@ def _max_length(house: Services) -> int | None:
 
 
 def _card(house: Services, name: str) -> dict[str, object]:
+    beside = house.text_models.side_engines.get(name)
+    ready = None if beside is None else beside.state().ready
+    length = _max_length(house) if beside is None else ready and ready.max_model_len
+    main = name in house.config.served_model_names
     return {
         "id": name,
         "object": "model",
         "created": int(house.started_at),
         "owned_by": "headrace",
-        "root": house.config.served_model_names[0],
+        "root": house.config.served_model_names[0] if main else name,
         "parent": None,
-        "max_model_len": _max_length(house),
+        "max_model_len": length,
     }

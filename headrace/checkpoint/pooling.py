@@ -1,4 +1,4 @@
-"""How a checkpoint says that token states become one vector: sentence-transformers' files, or a GGUF file's metadata.
+"""How a checkpoint says that token states become one vector: sentence-transformers' files, GGUF metadata.
 
 Headrace takes the state of the last token (what decoder models for embeddings are trained for). A checkpoint that
 says something else, or that attends in both directions, would give vectors that look right and are not: it is

@@ -39,13 +39,21 @@ def read_config(argv: Sequence[str]) -> ServerConfig:
     return resolve(model, values, os.environ)
 
 
-def make_app(config: ServerConfig, engine: EngineClient, metrics: RequestMetrics) -> FastAPI:
-    """The HTTP application of one model. Raises StartupError: its tokenizer or chat template is at fault."""
+def make_app(
+    config: ServerConfig,
+    engine: EngineClient,
+    metrics: RequestMetrics,
+    sides: Mapping[str, EngineClient] | None = None,
+) -> FastAPI:
+    """The HTTP application of one model and of those beside it.
+
+    Raises StartupError: a tokenizer or chat template is at fault, or a model does not fit its role.
+    """
     from headrace.api.app import create_app
     from headrace.text import model_text
 
     text = model_text.load(config.engine.model, config.chat_template_file)
-    return create_app(config, engine, text, metrics)
+    return create_app(config, engine, text, metrics, sides)
 
 
 def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, object]]:
@@ -90,7 +98,9 @@ def resolve(model: str | None, values: Mapping[str, object], environment: Mappin
     # everything but the path is checked first: a wrong flag must not cost a download
     server_config(values, model_path="", model_name="model", environment=environment)
     path, name = locate(model, section(values, "download"))
-    return server_config(values, model_path=path, model_name=name, environment=environment)
+    side_download = {key: value for key, value in section(values, "download").items() if key != "revision"}
+    sides = {role: locate(str(named), side_download) for role, named in section(values, "side").items()}
+    return server_config(values, model_path=path, model_name=name, environment=environment, sides=sides)
 
 
 def locate(model: str | None, download: Mapping[str, Any]) -> tuple[str, str]:

@@ -8,7 +8,18 @@ A target names where the value goes (``headrace.cli.settings`` builds the config
 from __future__ import annotations
 
 from headrace.cli.flags import Flag, FlagTable
-from headrace.cli.values import FILE, JSON_OBJECT, KV_BITS, choice, integer, mebibytes, number, text, url_path
+from headrace.cli.values import (
+    FILE,
+    JSON_OBJECT,
+    KV_BITS,
+    OVERFLOW_POLICY,
+    choice,
+    integer,
+    mebibytes,
+    number,
+    text,
+    url_path,
+)
 
 _SERVER = (
     Flag(
@@ -221,22 +232,47 @@ _DEFAULTS = (
     ),
 )
 
+_EMBEDDINGS = (
+    Flag(
+        "--embedding-model",
+        "model for /v1/embeddings (as MODEL), in a worker of its own",
+        "side.embedding",
+        text("MODEL"),
+        "the main model's hidden states",
+    ),
+    Flag(
+        "--rerank-model",
+        "model for /v1/rerank, likewise",
+        "side.reranker",
+        text("MODEL"),
+        "cosines of embeddings",
+    ),
+    Flag(
+        "--embedding-max-length",
+        "tokens of an input to embed or rerank, at most",
+        "server.embedding_max_length",
+        integer(1),
+        "what the model takes",
+    ),
+    Flag(
+        "--embedding-overflow-policy",
+        "longer inputs are refused (the default), or lose their end",
+        "server.embedding_truncates",
+        OVERFLOW_POLICY,
+    ),
+)
+
 _ONE_MODEL = "one server holds one model now; start one server per model"
 _NO_SPECULATION = "speculative decoding is not built; leave it out, output is the same without it"
 _LOSSY = "it drops prompt tokens, so answers change; use --prefill-step-size and --max-decode-stall-ms"
 _PREFIX_CACHE = "use --cache-memory-mb (a cap in bytes) or --disable-prefix-cache"
 _NO_IMAGES = "images, video and audio are not built; leave it out for text models"
-_NO_EMBEDDING = "embedding and rerank models are not built; use another server for them"
 
 _REFUSED: dict[str, str] = {
     "--models-config": _ONE_MODEL,
     "--memory-budget-gb": _ONE_MODEL + "; --gpu-memory-utilization and --kv-memory-mb bound its memory",
     "--auto-unload-idle-seconds": _ONE_MODEL,
     "--lazy-load-model": "the model is loaded at start; GET /ready tells when it can answer",
-    "--embedding-model": _NO_EMBEDDING,
-    "--rerank-model": _NO_EMBEDDING,
-    "--embedding-max-length": _NO_EMBEDDING,
-    "--embedding-overflow-policy": _NO_EMBEDDING,
     "--adapter": "LoRA adapters are not built; fuse the adapter into the model",
     "--mcp-config": "MCP tools are not built; run the tools in the client",
     "--trust-remote-code": "code from checkpoints is never run; leave it out",
@@ -283,6 +319,7 @@ SERVE_FLAGS = FlagTable.of(
         "memory": _MEMORY,
         "model": _MODEL,
         "answers": _ANSWERS,
+        "embeddings": _EMBEDDINGS,
         "defaults for fields that a request leaves out (default: generation_config.json's)": _DEFAULTS,
         "not available": tuple(Flag(name, refused=advice) for name, advice in _REFUSED.items()),
     }

@@ -12,9 +12,19 @@ from typing import Any, cast
 
 from headrace.cli.flags import UsageError
 from headrace.cli.keys import read_keys
-from headrace.config import EngineConfig, ServerConfig
+from headrace.config import EngineConfig, ServerConfig, SideModel
 
 Values = Mapping[str, object]
+
+# Of models beside the main one: tokens of their longest input without a flag, blocks beyond it for short ones.
+_SIDE_LENGTH = 8192
+_SIDE_BLOCK_SIZE = 32
+_SIDE_SPARE_BLOCKS = 64
+_SIDE_SEQUENCES = 64
+_SHARED_WITH_SIDES = frozenset({
+    "dtype", "keep_quantized", "memory_utilization", "memory_headroom", "enable_prefix_cache", "prefill_step_size",
+    "max_queue",
+})  # fmt: skip
 
 # targets of which at most one may be given, with the flags people know them by
 _EXCLUSIVE = (
@@ -68,10 +78,30 @@ def engine_config(values: Values, model_path: str) -> EngineConfig:
     return EngineConfig(model=model_path, **_engine_fields(values))
 
 
+def side_model(values: Values, path: str, name: str) -> SideModel:
+    """A model beside the main one; its pool holds the longest input and some short ones beside it.
+
+    It shares what the flags say of weights and memory; the size of the main model's pool is not its own.
+    """
+    fields = {field: value for field, value in _engine_fields(values).items() if field in _SHARED_WITH_SIDES}
+    length = cast("int | None", section(values, "server").get("embedding_max_length")) or _SIDE_LENGTH
+    blocks = -(-(length + 1) // _SIDE_BLOCK_SIZE) + _SIDE_SPARE_BLOCKS
+    engine = EngineConfig(
+        model=path, block_size=_SIDE_BLOCK_SIZE, max_cache_blocks=blocks, max_num_seqs=_SIDE_SEQUENCES, **fields
+    )
+    return SideModel(name=name, engine=engine)
+
+
 def server_config(
-    values: Values, model_path: str, model_name: str, environment: Mapping[str, str]
+    values: Values,
+    model_path: str,
+    model_name: str,
+    environment: Mapping[str, str],
+    sides: Mapping[str, tuple[str, str]] | None = None,
 ) -> ServerConfig:
     """Configuration of the gateway. ``model_name`` is the API's name without ``--served-model-name``.
+
+    ``sides``: path and name of the models beside the main one, by field of ServerConfig.
 
     Raises UsageError as ``check``, for a non-loopback host that nobody needs a key for, and for isolation between
     keys where there are none.
@@ -79,6 +109,8 @@ def server_config(
     check(values)
     fields = section(values, "server")
     fields.setdefault("served_model_names", (model_name,))
+    for role, (path, name) in (sides or {}).items():
+        fields[role] = side_model(values, path, name)
     fields["api_keys"] = read_keys(
         cast("tuple[str, ...]", values.get("keys.flags", ())),
         cast("str | None", values.get("keys.file")),

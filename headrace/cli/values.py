@@ -81,6 +81,15 @@ def _kv_bits(text: str) -> object:
 KV_BITS = Kind("{4,8}", _kv_bits)
 
 
+def _truncates(text: str) -> object:
+    if text.lower() not in ("error", "truncate"):
+        raise ValueError("error or truncate")
+    return text.lower() == "truncate"
+
+
+OVERFLOW_POLICY = Kind("{error,truncate}", _truncates)
+
+
 def text(metavar: str) -> Kind:
     """Any text but the empty one."""
 

@@ -37,6 +37,7 @@ from headrace.gateway import logs
 from headrace.gateway.http_protocol import LimitedHttpProtocol
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.reload import changes_http, fits_twice, needs_restart, refusal, with_fixed
+from headrace.gateway.side_engines import SideEngines
 from headrace.gateway.supervisor import Supervisor
 from headrace.gateway.worker_client import WorkerClient
 from headrace.gateway.worker_process import WORKER_COMMAND
@@ -50,7 +51,8 @@ LAST_WRITES_S = 1
 _OPEN_FILES = 65536
 
 ASGIApp = Callable[..., Any]
-AppFactory = Callable[[ServerConfig, WorkerClient, Metrics], ASGIApp]
+# Called with (config, client, metrics), and ``sides=`` where there are engines beside the main one.
+AppFactory = Callable[..., ASGIApp]
 
 log = logging.getLogger("headrace.gateway")
 
@@ -175,7 +177,8 @@ class _Server:
         self._metrics = Metrics(config.served_model_names[0], self._client, _key_names(config))
         self._client.on_step = self._metrics.step
         self._client.on_reload = self._reload
-        self._front = _Front(make_app(config, self._client, self._metrics))
+        self._sides = SideEngines(config, folder, worker_command)
+        self._front = _Front(self._app(config))
         self._supervisor = Supervisor(
             config.engine,
             self._client,
@@ -184,6 +187,15 @@ class _Server:
             command=worker_command,
         )
 
+    def _app(self, config: ServerConfig) -> ASGIApp:
+        sides = {"sides": self._sides.clients} if self._sides.clients else {}
+        return self._make_app(config, self._client, self._metrics, **sides)
+
+    async def _run_engines(self) -> None:
+        """The main engine's life, behind the start of those beside it."""
+        await self._sides.start()
+        await self._supervisor.run()
+
     async def serve(self) -> int:
         client, supervisor = self._client, self._supervisor
         http = _HttpServer(self._uvicorn_config(self._front))
@@ -191,7 +203,7 @@ class _Server:
         stop, stop_now = _stop_events(lambda: reloads.add(asyncio.create_task(self._reload())))
         raise_open_files()
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        engine = asyncio.create_task(supervisor.run())
+        engine = asyncio.create_task(self._run_engines())
         announcing = asyncio.create_task(self._announce(client))
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -205,9 +217,10 @@ class _Server:
                 task.cancel()
             http.should_exit = True
             http.force_exit = stop_now.is_set()
-            await supervisor.stop()
+            await asyncio.gather(supervisor.stop(), self._sides.stop())
             await asyncio.wait({serving, engine})
             supervisor.close()
+            self._sides.close()
         engine.result()
         serving.result()
         return EXIT_STOPPED
@@ -221,7 +234,7 @@ class _Server:
             reason = refusal(old, new)
             app = None
             if not reason and changes_http(old, new):
-                app = await asyncio.to_thread(self._make_app, new, self._client, self._metrics)
+                app = await asyncio.to_thread(self._app, new)
         except HeadraceError as error:
             reason, app = str(error), None
         if not reason:
@@ -270,16 +283,23 @@ class _Server:
         await client.first_ready.wait()
         print(ready_line(self._config, self._listener.getsockname()[1]), flush=True)
 
+    async def _all_drained(self) -> None:
+        await self._client.drained()
+        await self._sides.drained()
+
     async def _drain(self, client: WorkerClient, http: _HttpServer, stop_now: asyncio.Event) -> None:
         limit_s = self._config.drain_timeout_s
         deadline = time.monotonic() + limit_s
         log.info("draining: no new requests, running ones may finish", extra={"limit_s": limit_s})
         client.start_draining("the server is shutting down")
-        waits = {asyncio.create_task(client.drained()), asyncio.create_task(stop_now.wait())}
+        self._sides.start_draining("the server is shutting down")
+        waits = {asyncio.create_task(self._all_drained()), asyncio.create_task(stop_now.wait())}
         await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        client.fail_all(NotReady("the server shut down before this request was finished"))
+        error = NotReady("the server shut down before this request was finished")
+        client.fail_all(error)
+        self._sides.fail_all(error)
         # readers may still take what is written for them
         http.config.timeout_graceful_shutdown = max(LAST_WRITES_S, int(deadline - time.monotonic()))
 

@@ -48,7 +48,7 @@ class Tokenizer:
         vocab_size: one more than the highest token id.
         bos_id, eos_id: None when the model declares none.
         adds_bos: what ``encode(add_bos=None)`` does.
-        closing_ids: what the backend's own post-processor puts behind a text (models for embeddings are trained so).
+        closing_ids: what the backend's own post-processor puts behind a text (embedding models want it).
         named: see above.
         special: texts of the special tokens.
         special_ids: their ids.

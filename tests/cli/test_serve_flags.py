@@ -41,6 +41,9 @@ GOOD: dict[str, str] = {
     "--kv-cache-quantization-bits": "8",
     "--dtype": "bfloat16",
     "--revision": "main",
+    "--embedding-model": ".",
+    "--rerank-model": ".",
+    "--embedding-overflow-policy": "truncate",
     "--default-temperature": "0.2",
     "--default-top-p": "0.9",
     "--default-top-k": "40",
@@ -132,6 +135,23 @@ def test_defaults_in_help_are_the_configuration_s() -> None:
             assert float(flag.default) == value, flag.name
         elif isinstance(value, str):
             assert flag.default.startswith(value), flag.name
+
+
+def test_models_beside_the_main_one(tmp_path: Path) -> None:
+    for name in ("e", "r"):
+        (tmp_path / name).mkdir()
+    words = (
+        f"--embedding-model {tmp_path}/e --rerank-model {tmp_path}/r --embedding-max-length 1000 --max-num-seqs 7"
+    )
+    config = config_of(*words.split(), "--dtype", "float16", "--max-cache-blocks", "9")
+    assert config.embedding is not None and config.reranker is not None
+    assert (config.embedding.name, config.reranker.name) == ("e", "r")
+    engine = config.embedding.engine
+    assert engine.model == str(tmp_path / "e") and engine.dtype == "float16"
+    assert engine.max_cache_blocks is not None and engine.max_cache_blocks * (engine.block_size or 0) > 1000
+    assert config.engine.max_cache_blocks == 9 and config.engine.max_num_seqs == 7
+    with pytest.raises(StartupError, match="no such file"):
+        config_of("--embedding-model", str(tmp_path / "missing"))
 
 
 def test_the_walk_through_works_word_for_word(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class RerankFields(msgspec.Struct, frozen=True, kw_only=True):
 # Known elsewhere, would change the result, and not built.
 _REFUSED = (
     "messages", "truncate_prompt_tokens", "add_special_tokens", "normalize", "input_type", "task", "late_chunking",
-    "embedding_types", "output_dtype", "embed_dtype", "truncate", "truncation", "rank_fields", "max_chunks_per_doc",
-    "max_tokens_per_doc", "mm_processor_kwargs", "softmax", "activation",
+    "embedding_types", "output_dtype", "embed_dtype", "truncate", "truncation", "rank_fields",
+    "max_chunks_per_doc", "max_tokens_per_doc", "mm_processor_kwargs", "softmax", "activation",
 )  # fmt: skip
 _HINTS = ("metadata", "safety_identifier", "request_id")
 

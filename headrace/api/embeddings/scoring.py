@@ -3,8 +3,8 @@
 Embeddings: the cosine of the query's and the document's unit vectors, in [-1, 1].
 
 Yes or no (Qwen3-Reranker): the model reads query and document in the form it was trained on, and the score is
-p(yes) / (p(yes) + p(no)) of its next token. Both logits get the same bias, so that the two are the most likely tokens
-and their logprobs come back; the bias leaves their ratio as it is.
+p(yes) / (p(yes) + p(no)) of its next token. Both logits get the same bias, so that the two are the most likely
+tokens and their logprobs come back; the bias leaves their ratio as it is.
 """
 
 from __future__ import annotations
