@@ -6,8 +6,8 @@
 The model is the scripted checkpoint of the tests, whose right answer is known for every prompt: wrong, stale or
 foreign KV is a wrong word. Clients send prompts and outputs of very different lengths, as many at once as need
 ``--load`` times the pool. Some hang up in the middle; some ask for more than can ever fit and must be told so at
-once. A refused client comes back after a while. Every second the worker's memory is read: what MLX has allocated and
-keeps for reuse, and the resident memory of the process.
+once. A refused client comes back after a while. Every second the worker's memory is read: what MLX has allocated
+and keeps for reuse, MLX's own peak, and the physical memory of the process.
 
 Must hold, else the exit code is 1:
 - MLX's memory <= the memory plan, and resident memory <= the plan and what the process had before, both within 2 %
@@ -182,6 +182,7 @@ async def put(server: Server, asked: Question) -> Answer:
 
 def judge(asked: Question, answer: Answer, found: Findings) -> None:
     expected = scripted.expected_text(asked.script, asked.max_tokens)
+    reason = scripted.expected_finish(asked.script, asked.max_tokens)
     if answer.status != 200:
         found.fault(f"status {answer.status}: {answer.message} {answer.fault}")
     elif answer.finish_reason is None and asked.hangs_up:
@@ -190,10 +191,7 @@ def judge(asked: Question, answer: Answer, found: Findings) -> None:
             found.fault(f"wrong beginning for {asked.script}: {answer.text!r}")
     elif answer.fault:
         found.fault(answer.fault)
-    elif (answer.text, answer.finish_reason) != (
-        expected,
-        scripted.expected_finish(asked.script, asked.max_tokens),
-    ):
+    elif (answer.text, answer.finish_reason) != (expected, reason):
         found.fault(f"wrong answer to {asked.script}: {answer.text!r}")
     else:
         found.exact += 1
@@ -210,7 +208,8 @@ async def watch(server: Server, worker: int, found: Findings) -> None:
     while True:
         stats = (await get_json(server, "/v1/status"))["stats"]
         found.samples += 1
-        found.max_mlx_bytes = max(found.max_mlx_bytes, stats["active_bytes"] + stats["cache_bytes"])
+        held = max(stats["active_bytes"] + stats["cache_bytes"], stats["peak_bytes"])
+        found.max_mlx_bytes = max(found.max_mlx_bytes, held)
         found.max_resident_bytes = max(found.max_resident_bytes, resident_bytes(worker))
         found.most_running = max(found.most_running, stats["running"])
         found.preemptions = stats["preemptions_total"]

@@ -3,8 +3,8 @@
     python benchmarks/shared_prefix.py            the demo model, 12 users, 1,500 tokens, 3 repetitions
 
 Memory: 12 users generate at the same time, once each with a system prompt of its own (of the same length) and once
-all with the same one; the KV blocks that requests hold are read while all of them stream. Time: one user alone, with a
-system prompt that the server has not seen (cold), then other users with the same one (warm), one after the other.
+all with the same one; the KV blocks that requests hold are read while all of them stream. Time: one user alone,
+with a system prompt that the server has not seen (cold), then other users with the same one (warm), one by one.
 Prompts are random token ids behind a first token that no other prompt has, so nothing else is shared.
 """
 
