@@ -109,14 +109,15 @@ def gumbel_argmax(scaled: mx.array, key_add: mx.array, key_mul: mx.array) -> mx.
     """Argmax of ``scaled [R, V]`` plus Gumbel noise hashed from the rows' keys ``[R]`` uint32 and the token id.
 
     The hash is the 32-bit finalizer "lowbias32" (Chris Wellons, Hash Prospector, 2018) over
-    ``id * key_mul + key_add``; its top 24 bits make a uniform number in (0, 1).
+    ``id * key_mul + key_add``; its top 23 bits make a uniform number in (0, 1). (With 24, the largest would round
+    to 1 and its noise to infinity: once in 2**24, whatever the logits say.)
     """
     ids = mx.arange(scaled.shape[-1], dtype=mx.uint32)[None]
     x = ids * key_mul[:, None] + key_add[:, None]
     x = (x ^ (x >> 16)) * mx.array(0x7FEB352D, mx.uint32)
     x = (x ^ (x >> 15)) * mx.array(0x846CA68B, mx.uint32)
     x = x ^ (x >> 16)
-    uniform = (x >> 8).astype(mx.float32) * (2.0**-24) + 2.0**-25
+    uniform = (x >> 9).astype(mx.float32) * (2.0**-23) + 2.0**-24
     return mx.argmax(scaled - mx.log(-mx.log(uniform)), axis=-1).astype(mx.int32)
 
 

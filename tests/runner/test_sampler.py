@@ -114,6 +114,16 @@ def test_draws_follow_the_softmax() -> None:
     assert np.abs(counts - [0.5, 0.3, 0.15, 0.05]).max() < 0.015
 
 
+@pytest.mark.parametrize("key", [15340575, 60266831, 0])
+def test_the_largest_and_smallest_noise_are_finite(key: int) -> None:
+    """The first two hash to all ones in the top 24 bits, 0 hashes to 0: no banned token is drawn even then."""
+    scaled = mx.array([[-mx.inf, 100.0, -mx.inf, 50.0]])
+    drawn = sampler.gumbel_argmax(scaled, mx.array([key], mx.uint32), mx.array([0], mx.uint32))
+    assert drawn.tolist() == [1]
+    first = sampler.gumbel_argmax(scaled, mx.array([key], mx.uint32), mx.array([1], mx.uint32))
+    assert first.tolist() == [1]
+
+
 def test_a_row_draws_the_same_in_any_company() -> None:
     logits = logits_of(6, seed=9)
     mixed = [
