@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.cli.bench_flags import BENCH_FLAGS, FORMATS, BenchSettings, read_settings
 from headrace.cli.flags import Flag, FlagTable, UsageError, collect, make_parser, read_arguments
@@ -21,6 +21,7 @@ from headrace.errors import StartupError
 
 if TYPE_CHECKING:
     from headrace.bench.report import Report
+    from headrace.bench.session import Session
 
 _DESCRIPTION = (
     "Sends streamed requests to an OpenAI-compatible server and reports rates and latencies. "
@@ -89,12 +90,12 @@ def measure(settings: BenchSettings, argv: Sequence[str]) -> Report:
     command_line = ["headrace", "bench-serve", *without_secrets(argv)]
     progress = make_progress(sys.stderr, wanted=settings.progress)
     try:
-        return asyncio.run(run_session(request_of(settings), command_line, headrace.__version__, progress))
+        return asyncio.run(run_session(session_of(settings), command_line, headrace.__version__, progress))
     finally:
         progress.close()
 
 
-def request_of(settings: BenchSettings) -> Any:
+def session_of(settings: BenchSettings) -> Session:
     """The session that settings stand for."""
     from headrace.bench.cells import Load
     from headrace.bench.session import Session
