@@ -252,7 +252,7 @@ async def replay(server: LiveServer, count: int) -> dict[str, Any]:
 
 
 async def main(args: argparse.Namespace) -> int:
-    flags = ["--kv-memory-mb", str(args.kv_memory_mb), *args.flag]
+    flags = ["--kv-memory-mb", str(args.kv_memory_mb), "--memory-headroom", "0.05", *args.flag]
     report: dict[str, Any] = {"model": args.model}
     async with live_server(args.model, Path(args.log), flags) as server:
         if args.replay:

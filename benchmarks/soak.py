@@ -119,7 +119,7 @@ def report(samples: list[dict[str, int]], tally: Tally, args: argparse.Namespace
 
 
 async def main(args: argparse.Namespace) -> int:
-    flags = ["--kv-memory-mb", str(args.kv_memory_mb)]
+    flags = ["--kv-memory-mb", str(args.kv_memory_mb), "--memory-headroom", "0.05"]
     async with live_server(args.model, Path(args.log), flags) as server:
         found = await soak(server, args)
     print(json.dumps(found, indent=1))

@@ -57,7 +57,7 @@ def faulty(server_room: ServerRoom, tmp_path_factory: pytest.TempPathFactory) ->
 
     folder = tmp_path_factory.mktemp("faults")
     words = [server_room.path("plain"), "--port", "0", "--served-model-name", "m", "--kv-memory-mb", "256"]
-    words += ["--worker-stall-timeout", str(STALL_S), "--max-decode-stall-ms", "50"]
+    words += ["--worker-stall-timeout", str(STALL_S), "--max-decode-stall-ms", "50", "--memory-headroom", "0.02"]
     environment = {**server_room.environment, "HEADRACE_TEST_FAULT": str(folder / "fault")}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -150,7 +150,9 @@ def test_a_reload_under_load(faulty: FaultyServer) -> None:
     faulty.server.process.send_signal(signal.SIGHUP)
     faulty.check(run)
     wait_until(lambda: faulty.server.status()["worker_reloads"] == 1, 30, "the new worker")
+    wait_until(lambda: faulty.client.get("/ready").status_code == 200, 30, "the new worker to be ready")
     assert faulty.server.worker_pid != pid
-    assert faulty.client.post("/v1/models/reload").status_code == 200
+    answer = faulty.client.post("/v1/models/reload")
+    assert answer.status_code == 200, answer.text + faulty.server.log()[-3000:]
     assert faulty.server.status()["worker_reloads"] == 2
     assert faulty.restarts == before

@@ -43,7 +43,7 @@ class Neighbour:
 def server(server_room: ServerRoom, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("pressure")
     words = [server_room.path("plain"), "--port", "0", "--served-model-name", "m", "--kv-memory-mb", str(POOL_MB)]
-    words += ["--max-num-seqs", "32"]
+    words += ["--max-num-seqs", "32", "--memory-headroom", "0.02"]
     environment = {
         **server_room.environment,
         "HEADRACE_TEST_FAULT": str(folder / "fault"),
