@@ -29,6 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_queue: requests waiting, at most; further ones are refused.
         continuous_batching: False: one request at a time.
         compile: whether the decode step is compiled; None: by device.
+        replaces: this worker takes the place of one that was ready: it may use half of the headroom, and have a
+            smaller pool than was asked for, rather than not start while memory is short.
     """
 
     model: str
@@ -50,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 64
     continuous_batching: bool = True
     compile: bool | None = None
+    replaces: bool = False
 
 
 class ApiKey(msgspec.Struct, frozen=True):

@@ -157,10 +157,13 @@ def plan_memory(
         notes.append(f"model length {wanted_len}: beyond the {model_max_len} tokens that the model was made for")
     if config.max_cache_blocks is not None:
         num_blocks = _blocks(layout, config, config.max_cache_blocks)
+        if config.replaces and _pool_bytes(layout, num_blocks) > room:
+            num_blocks = _largest(layout, config, room, wanted_len)
         _refuse_above(_pool_bytes(layout, num_blocks), room, budget, fixed, "--max-cache-blocks", device)
     elif config.kv_memory_bytes is not None:
-        _refuse_above(config.kv_memory_bytes, room, budget, fixed, "--kv-memory-mb", device)
-        num_blocks = _largest(layout, config, config.kv_memory_bytes, wanted_len)
+        size = min(config.kv_memory_bytes, room) if config.replaces else config.kv_memory_bytes
+        _refuse_above(size, room, budget, fixed, "--kv-memory-mb", device)
+        num_blocks = _largest(layout, config, size, wanted_len)
     else:
         if device.kind == "cpu" and room > CPU_POOL_BYTES:
             room = CPU_POOL_BYTES
@@ -197,7 +200,8 @@ def _budget(device: DeviceMemory, config: EngineConfig) -> int:
 
 def _headroom(device: DeviceMemory, config: EngineConfig) -> int:
     """A CUDA device's memory is nobody else's: only the share of the working set leaves room there."""
-    return 0 if device.kind == "cuda" else int(device.total * config.memory_headroom)
+    share = config.memory_headroom / 2 if config.replaces else config.memory_headroom
+    return 0 if device.kind == "cuda" else int(device.total * share)
 
 
 def _blocks_per_sequence(layout: KVLayout, group: int, context: int) -> int:

@@ -2,9 +2,9 @@
 
     start ─► wait for Ready ─► watch ──(dead, or hung and killed)──► blame, back off ─► start …
                  │ StartFailed before the first Ready: the server ends with that line
-                 └ five starts in a row without a Ready (fifty, where somebody killed them: another program, or the
-                   kernel for lack of memory), or twenty faults in a row without one finished step: give up, keep
-                   the reason
+                 └ five starts in a row without a Ready (twenty, where they were refused: memory may be short for a
+                   while; fifty, where somebody killed them: another program, or the kernel for lack of memory), or
+                   twenty faults in a row without one finished step: give up, keep the reason
 
 A reload puts a worker of a new configuration in the place of the present one. Where memory holds two, the new one
 is started beside it and takes over when it is ready; a start that fails changes nothing. Else the present one is
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from headrace.config import EngineConfig
@@ -33,6 +34,7 @@ from headrace.gateway.worker_process import WORKER_COMMAND, WorkerDeath, WorkerP
 from headrace.worker.protocol import Ready, Shutdown, StepOutputs, ToGateway, ToWorker
 
 MAX_FAILED_STARTS = 5
+MAX_REFUSED_STARTS = 20
 MAX_KILLED_STARTS = 50
 MAX_FRUITLESS_FAULTS = 20
 PROMPT_RESTARTS = 4
@@ -204,7 +206,7 @@ class Supervisor:
         if self._present is None and self._successor is not None and self._reload is not None:
             await asyncio.wait({self._reload})
         if self._present is None:
-            self._present = self._launch(self._engine)
+            self._present = self._launch(msgspec.structs.replace(self._engine, replaces=self._ever_ready))
         return self._present
 
     def _launch(self, engine: EngineConfig) -> WorkerLife:
@@ -296,7 +298,8 @@ class Supervisor:
         if life.ready is None:
             self._failed_starts += death.counts
             self._killed_starts += not death.counts
-            if self._failed_starts >= MAX_FAILED_STARTS or self._killed_starts >= MAX_KILLED_STARTS:
+            limit = MAX_REFUSED_STARTS if death.permanent else MAX_FAILED_STARTS
+            if self._failed_starts >= limit or self._killed_starts >= MAX_KILLED_STARTS:
                 failed = self._failed_starts + self._killed_starts
                 return f"{failed} starts in a row failed; the last: {death.reason}"
         elif death.counts:

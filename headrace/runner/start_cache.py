@@ -84,6 +84,7 @@ def start_key(files: ModelFiles, config: EngineConfig, device: Device, *extra: o
     package = Path(headrace.__file__).parent
     parts += _states(sorted(package.rglob("*.py")))
     parts += [f"{name} {version(name)}" for name in PACKAGES]
+    config = msgspec.structs.replace(config, replaces=False)
     parts += [device.kind, device.name, repr(config), *map(repr, extra)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
