@@ -39,6 +39,11 @@ from headrace.request import FinishReason
 encode = msgspec.json.Encoder().encode
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+# Fields that clients' types require and that mean nothing here: refusals, containers, bills.
+_NO_STOP_DETAILS: dict[str, object] = {"stop_details": None, "container": None}
+_NO_BILLING: dict[str, object] = dict.fromkeys(
+    ("cache_creation", "inference_geo", "server_tool_use", "service_tier")
+)
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
@@ -85,6 +90,7 @@ class MessageRenderer:
             "content": self._blocks,
             "stop_reason": reason,
             "stop_sequence": sequence,
+            **_NO_STOP_DETAILS,
             "usage": self._usage,
         }
 
@@ -136,24 +142,36 @@ class MessageRenderer:
             return b""
         self._begun = True
         usage = self._usage_object(self._shape.prompt_tokens, self._cached_tokens, 0, 0)
-        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {
+            **self._head(),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            **_NO_STOP_DETAILS,
+            "usage": usage,
+        }
         return _event("message_start", {"message": message})
 
     def _piece(self, kind: str, text: str) -> bytes:
         if self._kind == kind:
             return self._delta(text)
         before = self._close()
-        empty = {"type": kind, kind: ""}
-        if kind == "thinking":
-            empty["signature"] = ""
+        more: dict[str, object] = {"signature": ""} if kind == "thinking" else {"citations": None}
+        empty: dict[str, object] = {"type": kind, kind: "", **more}
         return before + self._open(kind, f"{kind}_delta", kind, empty) + self._delta(text)
 
     def _open_call(self, event: CallStarted) -> bytes:
         call_id = "toolu_" + event.id.removeprefix("call_") if event.id.startswith("call_") else event.id
-        block: dict[str, object] = {"type": "tool_use", "id": call_id, "name": event.name, "input": {}}
+        block: dict[str, object] = {
+            "type": "tool_use",
+            "id": call_id,
+            "caller": {"type": "direct"},
+            "name": event.name,
+            "input": {},
+        }
         return self._close() + self._open("tool_use", "input_json_delta", "partial_json", block)
 
-    def _open(self, kind: str, delta: str, field: str, block: dict[str, object] | dict[str, str]) -> bytes:
+    def _open(self, kind: str, delta: str, field: str, block: dict[str, object]) -> bytes:
         self._kind = kind
         index = len(self._blocks)
         self._blocks.append(dict(block))
@@ -192,7 +210,7 @@ class MessageRenderer:
             usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
         )
         reason, sequence = self._stop
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        delta = {"stop_reason": reason, "stop_sequence": sequence, **_NO_STOP_DETAILS}
         return _event("message_delta", {"delta": delta, "usage": self._usage}) + _event("message_stop", {})
 
     @staticmethod
@@ -204,6 +222,7 @@ class MessageRenderer:
             "cache_read_input_tokens": cached,
             "output_tokens": output,
             "output_tokens_details": {"thinking_tokens": thinking},
+            **_NO_BILLING,
         }
 
 

@@ -200,7 +200,6 @@ def _echo(
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "safety_identifier": None,
         "service_tier": "default",
         "store": stores,
         "temperature": params.temperature,
@@ -210,7 +209,7 @@ def _echo(
         "top_logprobs": 0,
         "top_p": params.top_p,
         "truncation": "disabled",
-        "user": fields.user,
+        **({} if fields.user is None else {"user": fields.user}),
     }
 
 
