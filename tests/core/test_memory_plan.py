@@ -114,3 +114,18 @@ def test_a_plan_never_exceeds_its_bytes_and_holds_its_length(
     held = KVCacheManager(layout, plan.num_blocks, True, (None, None)).max_tokens
     assert held is not None and plan.max_model_len <= held
     assert plan.sequences_at(plan.max_model_len) >= 1
+
+
+def test_a_replacement_takes_what_is_left_rather_than_nothing() -> None:
+    """Another program took memory since the first start."""
+    layout = KVLayout(16, (LayerGroup("full", 4, 1024),))
+    device = DeviceMemory("cpu", total=8 << 30, working_set=8 << 30, free=3 << 30)
+    fixed = FixedMemory(weights=1 << 30)
+    asked = {"memory_headroom": 0.25, "kv_memory_bytes": 2 << 30}
+    with pytest.raises(StartupError, match="--kv-memory-mb"):
+        plan_memory(layout, device, fixed, EngineConfig(model="m", **asked), 4096)
+    plan = plan_memory(layout, device, fixed, EngineConfig(model="m", replaces=True, **asked), 4096)
+    assert 0.9 * (1 << 30) < plan.pool_bytes <= 1 << 30
+    assert plan.max_model_len == 4096
+    blocks = EngineConfig(model="m", replaces=True, memory_headroom=0.25, max_cache_blocks=100_000)
+    assert plan_memory(layout, device, fixed, blocks, 4096).pool_bytes <= 1 << 30
