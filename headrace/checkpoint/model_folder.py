@@ -148,10 +148,15 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def _settle_tied_embeddings(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-    """Where the flag is missing, an output matrix in the files means that it is not tied to the embeddings."""
+    """Where the flag is missing, an output matrix in the files means that it is not tied to the embeddings.
+
+    A bare decoder (an embedding model's checkpoint) has no output matrix, whatever the flag says.
+    """
     text = config.get("text_config")
     level: dict[str, Any] = text if isinstance(text, dict) else config
     flag = level.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if flag is False and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors:
+        config["tie_word_embeddings"] = level["tie_word_embeddings"] = True
     if flag is None and any(name.split(".")[-2:] == ["lm_head", "weight"] for name in tensors):
         config["tie_word_embeddings"] = False
         level["tie_word_embeddings"] = False

@@ -68,7 +68,10 @@ class SideEngines:
                 try:
                     running.result()
                 except StartupError as error:
-                    raise StartupError(f"{side.flag} {side.model.name}: {error}") from None
+                    reason = str(error).replace(
+                        "--max-cache-blocks", "--embedding-max-length"
+                    )  # it sizes the pool
+                    raise StartupError(f"{side.flag} {side.model.name}: {reason}") from None
 
     def start_draining(self, message: str) -> None:
         for side in self._sides.values():

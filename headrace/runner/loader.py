@@ -186,7 +186,7 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
             if key in files.tensors and files.tensors[key].file == name:
                 weights[key] = array
     weights = {key: array for key, array in weights.items() if not key.endswith(_DERIVED)}
-    renamed = mlx_lm_adapter.sanitize(model, weights)
+    renamed = mlx_lm_adapter.sanitize(model, _in_model(weights, model))
     declared = files.quantization
     if declared is not None and declared.method == "awq":
         renamed = mlx_lm_adapter.repack_awq(renamed, files.config["quantization_config"])
@@ -201,6 +201,14 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
         return Plan(form, packings if form.packed else {}, pieces)
 
     return plan
+
+
+def _in_model(weights: dict[str, mx.array], model: nn.Module) -> dict[str, mx.array]:
+    """Checkpoints of a bare decoder (embedding models) name its tensors as if nothing were around it."""
+    inner = getattr(model, "model", None)
+    if "embed_tokens.weight" not in weights or not isinstance(inner, nn.Module) or "embed_tokens" not in inner:
+        return weights
+    return {f"model.{name}": array for name, array in weights.items()}
 
 
 def _lazy_arrays(files: ModelFiles, name: str) -> dict[str, mx.array]:

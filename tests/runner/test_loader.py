@@ -73,6 +73,16 @@ def test_tied_and_untied_output_weights(tmp_path: Path) -> None:
         _load(write_checkpoint(tmp_path / "none", tied, tie_word_embeddings=False))
 
 
+@pytest.mark.parametrize("tied", [True, False, None])
+def test_a_bare_decoder_without_an_output_matrix(tmp_path: Path, tied: bool | None) -> None:
+    """As checkpoints of embedding models are; the hidden states are what counts."""
+    config = {**CONFIG, "tie_word_embeddings": True}
+    weights = tiny_weights(config)
+    bare = {name.removeprefix("model."): value for name, value in weights.items()}
+    loaded = _load(write_checkpoint(tmp_path / "m", config, bare, tie_word_embeddings=tied))
+    assert np.array_equal(_logits(loaded.model), _reference(config, weights))
+
+
 def test_rope_settings_of_transformers_5_are_used(tmp_path: Path) -> None:
     expected = _reference({**CONFIG, "rope_theta": 77.0}, tiny_weights())
     new = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_theta": None}
