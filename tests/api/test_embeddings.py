@@ -140,6 +140,8 @@ def test_too_long_names_the_limit(make_api: Callable[..., Api]) -> None:
     api = make_api(engine=StateEngine(), embedding_max_length=10)
     assert "at most 10" in api.post("/v1/embeddings", {"input": [65] * 11}).json()["error"]["message"]
     assert embed(api, [65] * 10)["usage"]["prompt_tokens"] == 10
+    api = make_api(engine=StateEngine(), max_prompt_tokens=7)
+    assert "at most 7" in api.post("/v1/embeddings", {"input": [65] * 8}).json()["error"]["message"]
 
 
 def test_truncation_when_asked_for(make_api: Callable[..., Api]) -> None:

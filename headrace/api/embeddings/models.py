@@ -79,12 +79,13 @@ class _Maker:
 
     def model(self, engine: EngineClient, text: ModelText, facts: PoolingFacts, max_queue: int) -> TextModel:
         isolate = self.config.prefix_isolation == "key"
+        bounds = (self.config.embedding_max_length, self.config.max_prompt_tokens)
         return TextModel(
             engine=engine,
             text=text,
             pipeline=Pipeline(engine, text.tokenizer, self.metrics, self.limits, isolate_keys=isolate),
             facts=facts,
-            max_length=self.config.embedding_max_length,
+            max_length=min((bound for bound in bounds if bound is not None), default=None),
             truncates=self.config.embedding_truncates,
             window=max(1, min(MAX_WINDOW, max_queue)),
         )
