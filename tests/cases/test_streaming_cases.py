@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -121,15 +120,13 @@ def test_usage_comes_once_and_last_when_asked_for(server: Server) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
 def test_text_is_sent_as_it_comes(server: Server, fields: dict[str, Any]) -> None:
-    """Not speed: the text comes in very many pieces, the first long before the last."""
-    began = time.monotonic()
-    arrivals = []
-    with server.client.streaming("<|s01|>", max_tokens=400, **fields) as chunks:
+    """The first text is here while the rest is still being computed."""
+    with server.client.streaming("<|s01|>", max_tokens=7000, **fields) as chunks:
         for chunk in chunks:
             if any(choice["delta"].get("content") for choice in chunk["choices"]):
-                arrivals.append(time.monotonic() - began)
-    assert len(arrivals) >= 20  # tokens merge while the reader is busy
-    assert arrivals[0] < 0.5 * arrivals[-1]
+                break
+        assert server.metrics().running == 1
+    server.wait_idle()
 
 
 def test_a_stream_answers_before_its_prompt_is_computed(server: Server) -> None:
