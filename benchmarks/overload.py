@@ -120,12 +120,14 @@ async def measure(process: RunningServer, arguments: argparse.Namespace) -> Find
     mean_tokens = sum(question(dice).tokens for _ in range(2000)) / 2000
     found.clients = round(arguments.load * found.pool_tokens / mean_tokens)
     found.offered_tokens = found.clients * mean_tokens
-    worker = int(status["engine"]["pid"])
-    found.base_bytes = resident_bytes(worker) - status["stats"]["active_bytes"] - status["stats"]["cache_bytes"]
+    # libraries that are mapped with the first long prompt belong to the process, not to the load
+    await put(server, Question("<|s05|>" + "w" * LONGEST_PROMPT, "s05", 8, False))
+    stats = (await get_json(server, "/v1/status"))["stats"]
+    found.base_bytes = stats["process_bytes"] - stats["active_bytes"] - stats["cache_bytes"]
     began = time.perf_counter()
     until = began + 60 * arguments.minutes
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(watch(server, worker, found))
+        watching = group.create_task(watch(server, found))
         clients = [group.create_task(client(server, random.Random(i), until, found)) for i in range(found.clients)]
         await asyncio.wait(clients)
         watching.cancel()
@@ -204,22 +206,16 @@ async def ask_too_long(server: Server, found: Findings) -> None:
     found.told_too_long += 1
 
 
-async def watch(server: Server, worker: int, found: Findings) -> None:
+async def watch(server: Server, found: Findings) -> None:
     while True:
         stats = (await get_json(server, "/v1/status"))["stats"]
         found.samples += 1
         held = max(stats["active_bytes"] + stats["cache_bytes"], stats["peak_bytes"])
         found.max_mlx_bytes = max(found.max_mlx_bytes, held)
-        found.max_resident_bytes = max(found.max_resident_bytes, resident_bytes(worker))
+        found.max_resident_bytes = max(found.max_resident_bytes, stats["process_bytes"])
         found.most_running = max(found.most_running, stats["running"])
         found.preemptions = stats["preemptions_total"]
         await asyncio.sleep(1.0)
-
-
-def resident_bytes(pid: int) -> int:
-    """Linux; elsewhere 0, and MLX's own count stands alone."""
-    file = Path(f"/proc/{pid}/statm")
-    return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 
 
 def judge_memory(found: Findings) -> None:
