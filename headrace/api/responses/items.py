@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.api.fields import shown
+from headrace.api.responses.namespaces import joined_name
 from headrace.errors import InvalidRequest
 
 Item = dict[str, Any]
@@ -57,6 +58,8 @@ def _item(item: Item, where: str, given_id: str | None, response: str, position:
             return {**head, **_message(item, where)}
         case "function_call":
             fields = {name: _string(item, name, where) for name in ("call_id", "name", "arguments")}
+            if item.get("namespace") is not None:
+                fields["namespace"] = _string(item, "namespace", where)
             return {**head, **fields, "status": "completed"}
         case "function_call_output":
             output = _text(item.get("output"), f"{where}.output")
@@ -143,7 +146,8 @@ def _add(turn: dict[str, Any], item: Item) -> None:
         if text := _joined(item):
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        name = joined_name(item.get("namespace"), item["name"])
+        function = {"name": name, "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 

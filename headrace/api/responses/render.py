@@ -9,7 +9,7 @@ texts makes two messages. The last event (``completed``, ``incomplete`` or ``fai
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -44,12 +44,14 @@ class ResponseRenderer:
 
     Args:
         echo: fields of the response that the request decides.
+        grouped: name by which the model knows a function of a namespace -> (namespace, name).
         keep: called with the whole response when it is over, before the client is told; it may change it.
     """
 
-    def __init__(self, echo: dict[str, Any], keep: Keep) -> None:
+    def __init__(self, echo: dict[str, Any], grouped: Mapping[str, tuple[str, str]], keep: Keep) -> None:
         self.id: str = echo["id"]
         self._echo = echo
+        self._grouped = grouped
         self._keep = keep
         self._hex = self.id.partition("_")[2]
         self._sequence_number = 0
@@ -130,8 +132,7 @@ class ResponseRenderer:
             case ReasoningDelta():
                 return self._piece("reasoning", event.text)
             case CallStarted():
-                item = {"call_id": event.id, "name": event.name, "arguments": ""}
-                return self._close() + self._open("function_call", item)
+                return self._close() + self._open("function_call", self._call(event))
             case CallArguments():
                 return self._delta(event.text)
             case CallEnded():
@@ -148,6 +149,11 @@ class ResponseRenderer:
                 return b""
 
     # -- items
+
+    def _call(self, event: CallStarted) -> Item:
+        namespace, name = self._grouped.get(event.name, (None, event.name))
+        group = {} if namespace is None else {"namespace": namespace}
+        return {"call_id": event.id, "name": name, **group, "arguments": ""}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}

@@ -20,6 +20,7 @@ from headrace.api.openai.prompts import chat_request
 from headrace.api.renaming import renamed
 from headrace.api.request_scope import key_name
 from headrace.api.responses.items import Item, chat_messages, input_items
+from headrace.api.responses.namespaces import namespaces
 from headrace.api.responses.render import ResponseRenderer
 from headrace.api.responses.schema import ResponseFields, chat_fields, count_unknown, refuse_unsupported
 from headrace.api.services import Services, services
@@ -62,7 +63,8 @@ async def create_response(request: Request) -> Response:
         if stores and not await _put(house, response, items, fields.previous_response_id, arrival.key):
             response["store"] = False
 
-    renderer = ResponseRenderer(_echo(house, fields, generation, model, stores), keep)
+    echo = _echo(house, fields, generation, model, stores)
+    renderer = ResponseRenderer(echo, namespaces(fields.tools or ()), keep)
     if fields.stream:
         try:
             return await streamed(request, house, generation, renderer, close=running.leave)
@@ -214,6 +216,8 @@ def _echo(
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool["type"] == "namespace":
+        return {**tool, "tools": [_shown_tool(inner) for inner in tool["tools"]]}
     return {
         "type": "function",
         "name": tool["name"],

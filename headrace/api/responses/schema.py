@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from headrace.api.fields import shown
 from headrace.api.openai.schema import ChatFields, Count, Penalty, Positive, Share
+from headrace.api.responses.namespaces import flat_tools, joined_name
 from headrace.errors import InvalidRequest
 
 
@@ -115,7 +116,7 @@ def chat_fields(fields: ResponseFields, messages: list[dict[str, Any]]) -> ChatF
     return ChatFields(
         messages=messages,
         max_completion_tokens=fields.max_output_tokens,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())] or None,
+        tools=[_tool(*placed) for placed in flat_tools(fields.tools or ())] or None,
         tool_choice=_tool_choice(fields.tool_choice),
         response_format=_response_format((fields.text or {}).get("format")),
         reasoning_effort=effort,
@@ -123,10 +124,12 @@ def chat_fields(fields: ResponseFields, messages: list[dict[str, Any]]) -> ChatF
     )
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(where: str, namespace: str | None, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequest(f'{where}.type must be "function", not {shown(tool.get("type"))}', param="tools")
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    if isinstance(function.get("name"), str) and function["name"]:
+        function["name"] = joined_name(namespace, function["name"])
     return {"type": "function", "function": function}
 
 

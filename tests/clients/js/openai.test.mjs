@@ -143,6 +143,23 @@ test('responses: a tool call and reasoning in the stream', async () => {
   assert.equal(thought.output_text.trim(), '42');
 });
 
+test('responses: a function of a namespace is called and answered', async () => {
+  const close = {
+    type: 'function', name: 'close', strict: true,
+    parameters: { type: 'object', properties: { now: { type: 'boolean' } }, required: ['now'], additionalProperties: false },
+  };
+  const tools = [{ type: 'namespace', name: 'agents', description: 'Helpers.', tools: [close] }];
+  const request = { model: MODEL, input: '<|s12|>', temperature: 0, max_output_tokens: FORM_TOKENS, tools };
+  const asked = await client.responses.stream({ ...request, tool_choice: 'required' }).finalResponse();
+  const call = asked.output.find((item) => item.type === 'function_call');
+  assert.deepEqual([call.namespace, call.name], ['agents', 'close']);
+  assert.equal(typeof JSON.parse(call.arguments).now, 'boolean');
+
+  const output = { type: 'function_call_output', call_id: call.call_id, output: 'closed' };
+  const answer = await client.responses.create({ ...request, input: [...user('s05'), ...asked.output, output] });
+  assert.equal(answer.output_text, ALPHABET);
+});
+
 test('an abort in a responses stream ends the request', async () => {
   const stream = await client.responses.create({ model: MODEL, input: '<|s01|>', temperature: 0, stream: true });
   for await (const event of stream) if (event.type === 'response.output_text.delta') break;

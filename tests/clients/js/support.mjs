@@ -24,7 +24,7 @@ export const ADD_SCHEMA = {
 };
 
 /** Tokens within which any answer of a small, finite schema ends, white space included. */
-export const FORM_TOKENS = 250;
+export const FORM_TOKENS = 600;
 
 /** Collect an async iterable. */
 export async function all(stream) {
