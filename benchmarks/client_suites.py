@@ -168,17 +168,17 @@ def claude_code(commands: Path, project: Path, url: str) -> bool:
 
 def codex(commands: Path, project: Path, url: str) -> bool:
     provider = f'{{name="local",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
-    settings = ('model_provider="local"', f"model_providers.local={provider}", 'model="m"', *CODEX_SETTINGS)
+    # A search of the web is the provider's to run, and this server has none.
+    settings = (
+        *('model_provider="local"', f"model_providers.local={provider}", 'model="m"'),
+        'web_search="disabled"',
+    )
     words: list[str | Path] = [
         *(commands / "codex", "exec", "--skip-git-repo-check", "-s", "read-only"),
         *(word for setting in settings for word in ("-c", setting)),
         "say hi",
     ]
     return _agent("Codex", words, project, {"LOCAL_KEY": "dummy"})
-
-
-# A search of the web is the provider's to run, and this server has none.
-CODEX_SETTINGS = ('web_search="disabled"', "features.multi_agent=false")
 
 
 def _agent(name: str, words: list[str | Path], project: Path, more: dict[str, str]) -> bool:

@@ -23,7 +23,7 @@ def packages() -> Path:
 def test_javascript(packages: Path, serve: Serve, name: str) -> None:
     server = serve("plain", *PARSERS)
     done = subprocess.run(
-        ["node", "--test", f"{name}.test.mjs"],
+        ["node", "--test", "--test-reporter=tap", f"{name}.test.mjs"],
         cwd=packages,
         env=clean_environment(HEADRACE_URL=server.url),
         capture_output=True,
