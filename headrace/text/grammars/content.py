@@ -12,8 +12,9 @@ from headrace.errors import GrammarError
 
 Entry = dict[str, Any]
 
-# White space between JSON's tokens: without a bound a model may write nothing else until its length ends.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+# White space between JSON's tokens: a space, or a line end and an indentation. Without a bound a model may write
+# nothing else until its length ends.
+_WHITESPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 JSON_OBJECT: Entry = {"json_schema": {"type": "object", "x-guidance": {"whitespace_pattern": _WHITESPACE}}}
 
 

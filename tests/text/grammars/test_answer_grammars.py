@@ -203,7 +203,9 @@ def test_harmony_heads_its_messages(text: ModelText, compiler: GrammarCompiler) 
         (content.json_schema({"const": 'a"b\\c/é😀\n\x01'}), '"a\\"b\\\\c/é😀\\n\\u0001"', '"a"'),
         (content.json_schema(True), "[1, null]", "no"),
         (content.JSON_OBJECT, '{ "a" : [1, {}] }', "[]"),
-        (content.JSON_OBJECT, "{" + " " * 16 + "}", "{" + " " * 17 + "}"),
+        (content.JSON_OBJECT, '{\n        "a": 1\r\n}', '{"a":\n\n1}'),
+        (content.JSON_OBJECT, "{ }", "{  }"),
+        (content.json_schema({"x-guidance": {"whitespace_flexible": False}}), '{"a":[1,2]}', '{"a": 1}'),
         (content.json_schema({"type": "string"}), '"\\n\\u0001"', '"\\ud83d"'),
     ],
 )
