@@ -203,6 +203,6 @@ def test_pings_while_a_call_is_held_back(text_side: Any) -> None:
     object.__setattr__(shared, "limits", PipelineLimits(keep_alive_s=1e-9))
     user = {"role": "user", "content": "<|s09|>"}
     events = api.post(MESSAGES, body(user, tools=TOOLS, stream=True)).text.split("\n\n")
-    first_call = next(i for i, event in enumerate(events) if "tool_use" in event)
+    first_call = next(i for i, event in enumerate(events) if '"tool_use"' in event)
     assert any(event.startswith("event: ping") for event in events[1:first_call])
     api.close()
