@@ -156,8 +156,10 @@ class MessageRenderer:
         if self._kind == kind:
             return self._delta(text)
         before = self._close()
-        more: dict[str, object] = {"signature": ""} if kind == "thinking" else {"citations": None}
-        empty: dict[str, object] = {"type": kind, kind: "", **more}
+        # No ``citations`` in a text block: the description wants null, the AI SDK accepts only their absence.
+        empty: dict[str, object] = {"type": kind, kind: ""}
+        if kind == "thinking":
+            empty["signature"] = ""
         return before + self._open(kind, f"{kind}_delta", kind, empty) + self._delta(text)
 
     def _open_call(self, event: CallStarted) -> bytes:
