@@ -77,6 +77,8 @@ class Engine:
         record: told which requests are in flight before each launch.
         read_memory: current device memory, read once per step.
         grammars: compiles the grammars of requests; None: the runner takes none.
+        announce: takes an empty output per prefilling request, before the launch: a launch of a long chunk may
+            return late (MLX's CPU backend takes in a bounded number of operations), and its requests wait no more.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Engine:
         read_memory: Callable[[], MemoryUse] = MemoryUse,
         clock: Callable[[], float] = time.monotonic,
         grammars: Compiler | None = None,
+        announce: Callable[[StepOutputs], None] | None = None,
     ) -> None:
+        self._announce = announce
         self._scheduler = scheduler
         self._runner = runner
         self._record = record
@@ -111,9 +115,7 @@ class Engine:
         before, self._in_flight = self._in_flight, launched
         if before is None and launched is None:
             return None
-        outputs = self._signs_of_life() if output.prefill else []
-        if before is not None:
-            outputs += self._take_in(before)
+        outputs = [] if before is None else self._take_in(before)
         return StepOutputs(outputs, self.stats())
 
     def settle(self) -> StepOutputs | None:
@@ -201,6 +203,8 @@ class Engine:
         self._running = frozenset() if output.is_empty else frozenset(self._scheduler.running_ids())
         self._answering.intersection_update(self._running | before)
         self._record.write(self._running | before)
+        if output.prefill and self._announce is not None:
+            self._announce(StepOutputs(self._signs_of_life(), self.stats()))
         return None if output.is_empty else _Launched(self._runner.launch(output), output)
 
     def _signs_of_life(self) -> list[SequenceOutput]:

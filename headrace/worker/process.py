@@ -82,7 +82,9 @@ def run_worker(load: Load) -> int:
         record = StepRecord(start.record)
         watch = None if loaded.pool_memory is None else MemoryWatch(loaded.pool_memory, loaded.scheduler)
         read_memory = partial(memory_use, loaded, watch)
-        engine = Engine(loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars)
+        engine = Engine(
+            loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars, announce=mailbox.send
+        )
         mailbox.send(loaded.ready)
         return serve(engine, mailbox, heartbeat, watch)
     except StartupError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,10 @@ def record(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "record"
 
 
-def engine_of(runner: Runner) -> Engine:
+def engine_of(runner: Runner, announce: Callable[[StepOutputs], None] | None = None) -> Engine:
     layout = KVLayout(16, (LayerGroup("full", 1, 64),))
     config = SchedulerConfig(max_model_len=1000, prefill_step_size=32, max_queue=2, max_num_seqs=4)
-    return Engine(Scheduler(config, layout, (100,)), runner, StepRecord(str(runner.record)))
+    return Engine(Scheduler(config, layout, (100,)), runner, StepRecord(str(runner.record)), announce=announce)
 
 
 def add(engine: Engine, name: str, prompt: int = 5, max_tokens: int = 4) -> Accepted | Rejected | None:
@@ -98,12 +98,21 @@ def test_a_step_is_launched_before_the_one_before_is_read(record: Path) -> None:
     assert engine.step() is None and not engine.has_work
 
 
-def test_signs_of_life_come_with_each_chunk_until_the_first_token(record: Path) -> None:
-    engine = engine_of(Runner(record))
+def test_signs_of_life_come_before_each_chunk_until_the_first_token(record: Path) -> None:
+    runner = Runner(record)
+    announced: list[StepOutputs] = []
+
+    def announce(message: StepOutputs) -> None:
+        runner.events.append("announce")
+        announced.append(message)
+
+    engine = engine_of(runner, announce)
     add(engine, "long", prompt=100, max_tokens=2)
     outputs = [output for message in drain(engine) for output in message.outputs]
-    signs = [output for output in outputs if not output.token_ids and output.finish_reason is None]
-    assert len(signs) >= 3 and outputs[0] in signs
+    assert len(announced) >= 3 and runner.events[:2] == ["announce", "launch 0"]
+    assert announced[0].stats.running == 1
+    signs = [output for message in announced for output in message.outputs]
+    assert {output.request_id for output in signs} == {"long"} and not any(output.token_ids for output in signs)
     assert [output.token_ids for output in outputs if output.token_ids] == [[100], [101]]
 
 
