@@ -27,7 +27,11 @@ from server_process import Candidate, running, wait_until_listed
 
 from headrace.bench.http_stream import Server
 
-COMMAND = "{python} -m headrace.cli.main serve {model} --port {port} --served-model-name m --kv-memory-mb {pool}"
+# Without a bound on stalls, so that all users begin soon after another and have about the same length.
+COMMAND = (
+    "{python} -m headrace.cli.main serve {model} --port {port} --served-model-name m --kv-memory-mb {pool}"
+    " --max-decode-stall-ms 0"
+)
 PATH = "/v1/completions"
 TURN_TOKENS = 12
 MAX_KV_SHARE = 1 / 5
@@ -118,7 +122,7 @@ async def ask_alone(server: Server, prompt: list[int]) -> float:
 async def held_blocks(server: Server, prompts: list[list[int]]) -> int:
     """Blocks that requests hold while all of these stream."""
     async with asyncio.TaskGroup() as group:
-        started = [start(server, PATH, body(prompt, 400), group) for prompt in prompts]
+        started = [start(server, PATH, body(prompt, 4000), group) for prompt in prompts]
         for answer, _ in started:
             await answer.tokens(2)
             check(answer)
