@@ -38,8 +38,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "qwen3-30b-a3b": dict(
         model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, intermediate_size=6144,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=False,
-        rope_theta=1000000.0, max_position_embeddings=40960, num_experts=128, num_experts_per_tok=8,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6, vocab_size=151936,
+        tie_word_embeddings=False, rope_theta=1000000.0, max_position_embeddings=40960,
+        num_experts=128, num_experts_per_tok=8,
         decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
     ),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A model gets one ``LayerView`` per entry of its cache list. ``update_and_fetch`` writes the new keys and values
 into the pool and returns two handles; attention (see ``attention/dispatch.py``) reads the pool through the
-handle. A model whose code does arithmetic on keys or masks itself gets a *materializing* view instead: the
+handle. A model whose code does arithmetic on keys or masks itself gets ``attention/materialized.py``'s view: the
 same write, then the rows' whole context gathered into padded arrays and a boolean mask.
 """
 
@@ -97,13 +97,12 @@ class KVHandle:
 class LayerView:
     """One layer's cache in one forward, over the pool. Cheap: made anew for each forward."""
 
-    __slots__ = ("batch", "layer", "materialize", "pool")
+    __slots__ = ("batch", "layer", "pool")
 
-    def __init__(self, pool: KVPool, layer: int, batch: ForwardBatch, *, materialize: bool = False) -> None:
+    def __init__(self, pool: KVPool, layer: int, batch: ForwardBatch) -> None:
         self.pool = pool
         self.layer = layer
         self.batch = batch
-        self.materialize = materialize
 
     @property
     def offset(self) -> mx.array:
@@ -116,10 +115,6 @@ class LayerView:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write this forward's keys and values ``[B, kv_heads, L, dim]``; hand out the context."""
         self.pool.write(self.layer, self.group.slots, keys, values)
-        if self.materialize:
-            from headrace.runner.attention.reference import materialize
-
-            return materialize(self)
         handle = KVHandle(self)
         return handle, handle
 
@@ -129,9 +124,8 @@ class LayerView:
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask of this layer for ``N`` new tokens (argument names are mlx-lm's)."""
-        window = self.group.window if self.group.window is not None else window_size
-        if self.materialize:
-            from headrace.runner.attention.reference import materialized_mask
+        return PagedMask(self.window_or(window_size))
 
-            return materialized_mask(self, N, window)
-        return PagedMask(window)
+    def window_or(self, window_size: int | None) -> int | None:
+        """The layer group's window, else the one that the model's code names."""
+        return self.group.window if self.group.window is not None else window_size

@@ -28,6 +28,7 @@ import numpy as np
 from headrace.core.layout import KVLayout
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
 from headrace.request import TokenLogprobs
+from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.attention.slices import bundle_limits
 from headrace.runner.grammar_masks import GrammarMasks, StepMasks
 from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
@@ -129,6 +130,7 @@ class ModelRunner:
         self._pool = pool
         self._vocab_size = vocab_size
         self._options = options
+        self._view = MaterializedView if options.materialize else LayerView
         self._inputs = InputBatchBuilder(
             layout,
             slices=pool.head_major,
@@ -270,7 +272,7 @@ class ModelRunner:
     def _forward(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
         """Run the model on ``tokens [B, L]`` over views of the pool; logits of the selected positions."""
         views = [
-            LayerView(self._pool, layer, batch, materialize=self._options.materialize)
+            self._view(self._pool, layer, batch)
             for layer in range(len(self._pool.layers))
         ]
         logits: mx.array = self._model(tokens, cache=views)
