@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, exp_below
 from headrace.runner.input_batch import BundleLimits
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool
@@ -33,7 +33,7 @@ KEY_TILE = 512
 # Smaller pieces need not be read one after the other: MLX evaluates about twenty side by side, no more.
 UNORDERED_BYTES = READ_BYTES // 16
 # Decode rows up to this many positions are gathered together, as they come and packed.
-BUNDLED = 96
+BUNDLED = 224
 BUNDLED_PACKED = 512
 # Of the largest piece: as read (copied runs, then float32), and a tile's scores, weights and mask; twice for
 # buffers that are free but not yet returned.
@@ -258,7 +258,9 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array
         scores = query @ keys[0].astype(mx.float32).swapaxes(-1, -2)
     else:
         scores = packed_scores(query, Packed(*keys), layer.key_packing)
-    weights = mx.softmax(mx.where(bundle.visible[:, None], scores, HIDDEN), axis=-1)
+    scores = mx.where(bundle.visible[:, None], scores, HIDDEN)
+    weights = exp_below(scores, mx.max(scores, axis=-1, keepdims=True))
+    total = mx.sum(weights, axis=-1, keepdims=True)
     # What earlier owners left behind the row's end may be infinite or NaN, which no weight of zero removes.
     seen = bundle.visible[..., None]
     if layer.value_packing is None:
@@ -266,7 +268,7 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array
     else:
         clean = Packed(values[0], mx.where(seen, values[1], 0), mx.where(seen, values[2], 0))
         out = packed_sum(weights, clean, layer.value_packing)
-    return out.swapaxes(0, 1)
+    return (out / total).swapaxes(0, 1)
 
 
 # -- prefill -----------------------------------------------------------------------------------------------
