@@ -30,6 +30,20 @@ def fast_exp(x: mx.array) -> mx.array:
     return (p.view(mx.int32) + (rounded.view(mx.int32) << 23)).view(mx.float32)
 
 
+_fast_exp = mx.compile(fast_exp)
+# Compiled functions are traced once per shape; a flat array padded to a multiple of this has few shapes.
+_FLAT = 8192
+
+
+def fast_exp_of_any_shape(x: mx.array) -> mx.array:
+    """``fast_exp`` for shapes that change from step to step."""
+    flat = x.reshape(-1)
+    padding = -flat.size % _FLAT
+    if padding:
+        flat = mx.pad(flat, (0, padding))
+    return _fast_exp(flat)[: x.size].reshape(x.shape)
+
+
 @mx.compile
 def silu_gate(gate: mx.array, up: mx.array) -> mx.array:
     """``silu(gate) * up``, float32."""

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import tiny_model
 
-from headrace.runner.cpu_math import fast_exp, gelu_gate, silu_gate
+from headrace.runner.cpu_math import fast_exp, fast_exp_of_any_shape, gelu_gate, silu_gate
 from headrace.runner.logits_head import substitute_head
 from headrace.runner.substitutions.fused_linear import FusedPart, fuse_projections
 from headrace.runner.substitutions.gated_mlp import GatedMLP, substitute_gated_mlps
@@ -156,3 +156,10 @@ def test_rotary_of_neighbours_is_left_alone() -> None:
             self.rope = nn.RoPE(16, traditional=True)
 
     assert substitute_rotary(Holder()) == 0
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (8192,), (2, 4097)])
+def test_exponentials_of_any_shape(shape: tuple[int, ...]) -> None:
+    x = -mx.abs(mx.random.normal(shape)) * 5
+    got = fast_exp_of_any_shape(x)
+    assert got.shape == shape and mx.allclose(got, mx.exp(x), atol=1e-6)

@@ -21,8 +21,7 @@ Earlier = list[mx.array]
 
 
 @mx.compile
-def exp_below(scores: mx.array, top: mx.array) -> mx.array:
-    """``exp(scores - top)`` of float32 scores that are nowhere above ``top``."""
+def _exp_below(scores: mx.array, top: mx.array) -> mx.array:
     return fast_exp(scores - top)
 
 
@@ -50,7 +49,7 @@ class OnlineSoftmax:
         top = mx.max(scores, axis=-1, keepdims=True)
         if self._top is not None:
             top = mx.maximum(top, self._top)
-        weights = exp_below(scores, top)
+        weights = _exp_below(scores, top)
         total = mx.sum(weights, axis=-1, keepdims=True)
         out = (weights[..., :width] if padding else weights) @ values
         if self._top is not None:

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, exp_below
+from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.cpu_math import fast_exp_of_any_shape
 from headrace.runner.input_batch import BundleLimits
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool
@@ -259,7 +260,7 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array
     else:
         scores = packed_scores(query, Packed(*keys), layer.key_packing)
     scores = mx.where(bundle.visible[:, None], scores, HIDDEN)
-    weights = exp_below(scores, mx.max(scores, axis=-1, keepdims=True))
+    weights = fast_exp_of_any_shape(scores - mx.max(scores, axis=-1, keepdims=True))
     total = mx.sum(weights, axis=-1, keepdims=True)
     # What earlier owners left behind the row's end may be infinite or NaN, which no weight of zero removes.
     seen = bundle.visible[..., None]
