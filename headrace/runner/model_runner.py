@@ -271,10 +271,7 @@ class ModelRunner:
 
     def _forward(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
         """Run the model on ``tokens [B, L]`` over views of the pool; logits of the selected positions."""
-        views = [
-            self._view(self._pool, layer, batch)
-            for layer in range(len(self._pool.layers))
-        ]
+        views = [self._view(self._pool, layer, batch) for layer in range(len(self._pool.layers))]
         logits: mx.array = self._model(tokens, cache=views)
         return logits
 
