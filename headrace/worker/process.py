@@ -31,6 +31,7 @@ from headrace.worker.memory_watch import CHECK_IDLE_S, MemoryWatch, PoolMemory
 from headrace.worker.protocol import (
     EXIT_POISONED_STEP,
     EXIT_START_FAILED,
+    Heartbeat,
     LoadProgress,
     Ready,
     Shutdown,
@@ -86,6 +87,7 @@ def run_worker(load: Load) -> int:
             loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars, announce=mailbox.send
         )
         mailbox.send(loaded.ready)
+        mailbox.send(Heartbeat(engine.stats()))  # the pools' state, before anybody can ask
         return serve(engine, mailbox, heartbeat, watch)
     except StartupError as error:
         mailbox.send(StartFailed(str(error)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.server import Serve, Server, ServerRoom
+from support.server import LITTLE_HEADROOM, Serve, Server, ServerRoom
 
 from headrace.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ("--kv-memory-mb", "64", "--max-num-seqs", "8")
+FLAGS = ("--kv-memory-mb", "64", "--max-num-seqs", "8", *LITTLE_HEADROOM)
 EXACT = ("weights_bytes", "buffer_cache_bytes", "pool_bytes", "blocks_full", "kv_bytes_per_token", "max_model_len")
 
 
