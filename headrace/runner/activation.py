@@ -19,6 +19,7 @@ from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.pool_store import PoolStore
 
 _CPU_CHUNKS = (32, 96)
 # float32 arrays of [rows, vocabulary] alive at once while rows are sampled with noise and truncation.
@@ -36,10 +37,11 @@ def measure_activation_bytes(
     head_major: bool,
     chunk: int,
     max_rows: int,
+    store: PoolStore | None = None,
 ) -> int:
     """Peak bytes of a step with a prefill chunk of ``chunk`` tokens and ``max_rows`` sampled rows."""
     layout = found.layout
-    pool = KVPool(found.layers, [2] * len(layout.groups), layout.block_size, head_major=head_major)
+    pool = KVPool(found.layers, [2] * len(layout.groups), layout.block_size, head_major=head_major, store=store)
     runner = ModelRunner(model, selector, pool, layout, vocab_size, options)
     if head_major:
         small, large = _CPU_CHUNKS
@@ -75,5 +77,5 @@ def _peak(runner: ModelRunner, pool: KVPool, layout: KVLayout, chunk: int) -> in
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(runner.prefill_logits([row]), pool.state)
+    mx.eval(runner.prefill_logits([row]), pool.changes)
     return max(0, mx.get_peak_memory() - before)

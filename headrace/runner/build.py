@@ -32,6 +32,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.pool_store import PoolStore
 from headrace.runner.self_check import choose_options
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
@@ -84,6 +85,7 @@ class _Prepared:
     vocab_size: int
     head_major: bool
     attention: str
+    store: PoolStore | None
     cache: StartCache
     known: StartFacts | None
 
@@ -108,6 +110,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         [count + 1 for count in plan.num_blocks],
         prepared.found.layout.block_size,
         head_major=prepared.head_major,
+        store=prepared.store,
     )
     mx.eval(pool.state)
     grammars = GrammarCompiler(lambda: model_text.load(config.model))
@@ -160,6 +163,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     found = read_layout(model, block_size, config.kv_cache_dtype)
     choice = _kernel_choice(files, found, block_size, head_major)
     install(choice.kernel)
+    store = None if head_major else PoolStore.checked()
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
@@ -174,12 +178,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     known = cache.read()
     if known is None:
         options = choose_options(
-            model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted
+            model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted, store=store
         )
     else:
         options = known.options(wanted)
     attention = "reference attention: the model computes its own" if options.materialize else choice.note
-    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, cache, known)
+    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
 
 
 def _kernel_choice(files: ModelFiles, found: ModelLayout, block_size: int, head_major: bool) -> KernelChoice:
@@ -225,6 +229,7 @@ def _activation_bytes(config: EngineConfig, prepared: _Prepared, chunk: int) -> 
         head_major=prepared.head_major,
         chunk=chunk,
         max_rows=config.max_num_seqs,
+        store=prepared.store,
     )
     prepared.cache.write(StartFacts.of(prepared.options, measured))
     return measured

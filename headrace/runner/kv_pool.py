@@ -9,8 +9,10 @@ which one depends on the device:
 A layer with ``bits`` holds packed vectors: ``keys`` and ``values`` are uint32 codes with ``words`` in place of
 ``head_dim``, beside them scales and biases with ``groups`` in its place (see ``kv_packing.py``).
 
-A write is a functional scatter that MLX performs in place when the pool array has exactly one reference when
-the step is started. So nobody but ``KVPool`` keeps these arrays across steps.
+Two ways to write. *In place* (GPU, ``pool_store.py``): a kernel stores into the arrays, which stay the same ones;
+writes and reads are ordered by marks. *Functional* (CPU, or where the kernel fails its check): a scatter that MLX
+performs in place when the pool array has exactly one reference when the step is started. So nobody but ``KVPool``
+keeps these arrays across steps.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import mlx.core as mx
 
 from headrace.core.step import BlockCopy
 from headrace.runner.kv_packing import VectorPacking, scale_dtype
+from headrace.runner.pool_store import PoolStore, ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,12 @@ class KVPool:
         num_blocks: blocks per layer group, the null block included.
         block_size: token positions per block.
         head_major: see the module docstring.
+        store: writes in place; None: writes are functional.
 
     Attributes:
         keys: per layer, vectors or codes; ``values`` likewise.
         key_affine: per layer, ``(scales, biases)`` or nothing; ``value_affine`` likewise.
+        marks: per layer, the mark of its newest write where writes are in place, else empty.
     """
 
     def __init__(
@@ -80,8 +85,12 @@ class KVPool:
         block_size: int,
         *,
         head_major: bool,
+        store: PoolStore | None = None,
     ) -> None:
+        assert store is None or not head_major, "in-place writes are of token-major pools"
         self.layers = tuple(layers)
+        self._store = store
+        self.marks = [] if store is None else [mx.zeros((1,), mx.int32) for _ in layers]
         self.block_size = block_size
         self.head_major = head_major
         self.keys: list[mx.array] = []
@@ -146,8 +155,29 @@ class KVPool:
         return sum(array.nbytes for array in self.state)
 
     @property
+    def in_place(self) -> bool:
+        """Whether writes are in place, so that steps may be started before earlier ones have been read."""
+        return self._store is not None
+
+    def ordered(self, layer: int, tables: mx.array) -> mx.array:
+        """``tables`` for a gather by MLX that must see what was written to the layer."""
+        return ordered(tables, self.marks[layer] if self.in_place else None)
+
+    @property
+    def changes(self) -> list[mx.array]:
+        """What a forward changes, for a compiled one to return: the marks, or all arrays."""
+        return list(self.marks) if self.in_place else self.state
+
+    @changes.setter
+    def changes(self, arrays: list[mx.array]) -> None:
+        if self.in_place:
+            self.marks = list(arrays)
+        else:
+            self.state = arrays
+
+    @property
     def state(self) -> list[mx.array]:
-        """All arrays, for a compiled step that takes and returns them: K, V, then what belongs to packed ones."""
+        """All arrays of the pools: K, V, then what belongs to packed ones."""
         affine = [array for arrays in (*self.key_affine, *self.value_affine) for array in arrays]
         return [*self.keys, *self.values, *affine]
 
@@ -169,6 +199,9 @@ class KVPool:
             values: ``[B, kv_heads, L, value_dim]``.
         """
         shape = self.layers[layer]
+        if self._store is not None:
+            self._write_in_place(self._store, layer, slots, _by_token(keys), _by_token(values))
+            return
         order = _by_head if self.head_major else _by_token
         for arrays, packing, x in (
             ((self.keys[layer], *self.key_affine[layer]), shape.key_packing, order(keys)),
@@ -180,12 +213,40 @@ class KVPool:
                 else:
                     array[slots] = new
 
+    def _write_in_place(
+        self, store: PoolStore, layer: int, slots: mx.array, keys: mx.array, values: mx.array
+    ) -> None:
+        """``keys`` and ``values``: ``[B * L, kv_heads, dim]``."""
+        shape = self.layers[layer]
+        if shape.key_packing is None or shape.value_packing is None:
+            new = [keys.astype(shape.dtype), values.astype(shape.dtype)]
+            self._store_rows(store, layer, (self.keys[layer], self.values[layer]), new, slots)
+            return
+        key, value = shape.key_packing.pack(keys), shape.value_packing.pack(values)
+        self._store_rows(store, layer, (self.keys[layer], self.values[layer]), (key.codes, value.codes), slots)
+        affine = (*self.key_affine[layer], *self.value_affine[layer])
+        self._store_rows(store, layer, affine, (*key[1:], *value[1:]), slots)
+
+    def _store_rows(
+        self,
+        store: PoolStore,
+        layer: int,
+        pools: Sequence[mx.array],
+        rows: Sequence[mx.array],
+        slots: mx.array,
+    ) -> None:
+        self.marks[layer] = store.write(pools, rows, slots, self.marks[layer])
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks inside their layer groups (copy-on-write), in order, in all layers of the group.
 
-        Waits for the running step: a pool that is still being read when it is written would be copied as a whole.
+        Functional writes wait for the running step: a pool that is still being read when it is written would be
+        copied as a whole.
         """
         for batch in _independent(copies):
+            if self._store is not None:
+                self._copy_in_place(self._store, batch)
+                continue
             moved: list[tuple[mx.array, mx.array, mx.array]] = []
             for group in {copy.group for copy in batch}:
                 sources = self._slots_of([copy.source for copy in batch if copy.group == group])
@@ -198,6 +259,19 @@ class KVPool:
                     array[:, targets] = blocks
                 else:
                     array[targets] = blocks
+
+    def _copy_in_place(self, store: PoolStore, copies: Sequence[BlockCopy]) -> None:
+        for group in {copy.group for copy in copies}:
+            sources = self._slots_of([copy.source for copy in copies if copy.group == group])
+            targets = self._slots_of([copy.target for copy in copies if copy.group == group])
+            for index in (index for index, layer in enumerate(self.layers) if layer.group == group):
+                taken = self.ordered(index, sources)
+                pools: list[tuple[mx.array, ...]] = [(self.keys[index], self.values[index])]
+                if self.key_affine[index]:
+                    pools.append((*self.key_affine[index], *self.value_affine[index]))
+                rows = [[pool[taken] for pool in some] for some in pools]
+                for some, new in zip(pools, rows, strict=True):
+                    self._store_rows(store, index, some, new, targets)
 
     def _arrays_of(self, group: int) -> list[mx.array]:
         return [
@@ -214,7 +288,7 @@ class KVPool:
 
     def _slots_of(self, blocks: Sequence[int]) -> mx.array:
         size = self.block_size
-        return mx.array([block * size + offset for block in blocks for offset in range(size)])
+        return mx.array([block * size + offset for block in blocks for offset in range(size)], mx.int32)
 
 
 def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:

@@ -1,16 +1,17 @@
 """The model runner: executes scheduler outputs on the device, one step ahead of the host.
 
-``launch`` builds the lazy graph of a step: block copies, the prefill forwards, the decode forward, sampling.
-The graph of step k+1 is built while step k runs; it is *started* when step k's tokens have been read, because
-a pool is updated in place only while nothing else refers to it. A decode row whose token was sampled by step k
-takes it from step k's array of tokens, on the device.
+``launch`` builds the lazy graph of a step: block copies, the prefill forwards, the decode forward, sampling. A
+decode row whose token was sampled by step k takes it from step k's array of tokens, on the device. When the graph
+of step k+1 is started depends on how pools are written (``kv_pool.py``):
 
-For the same reason a step of several forwards is started forward by forward: what one reads must have been read
-before the next one writes, or MLX copies the pools. The last one is started when the step's result is asked for.
+    in place     at once: it queues behind step k, and the device goes from one to the other without the host
+    functional   when step k's tokens have been read, because MLX updates a pool in place only while nothing else
+                 refers to it. For the same reason a step of several forwards is started forward by forward; the
+                 last one when the step's result is asked for
 
-Rows with a grammar are the exception to building ahead: their masks need step k's tokens on the host. The sampling
-of such a step is built when step k has been read and step k+1's first forward has been started, so the masks are
-made while the device computes. All rows of the step then wait for that sampling, none for another forward.
+Rows with a grammar are the exception: their masks need step k's tokens on the host. The sampling of such a step is
+built when step k has been read and step k+1's forwards (functional: the first one) have been started, so the masks
+are made while the device computes. All rows of the step then wait for that sampling, none for another forward.
 
 The runner never sees a queue, and keeps nothing about a sequence that it could not rebuild from the next row.
 """
@@ -139,6 +140,7 @@ class ModelRunner:
         )
         self._running: StepHandle | None = None
         self._pending: StepHandle | None = None
+        self._finished_at = 0.0
         self._newest: tuple[mx.array, dict[int, int]] | None = None
         self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
         self._hidden: dict[int, tuple[mx.array, int]] = {}  # likewise, see ``StepHandle``
@@ -158,7 +160,7 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Build a step's graph and start it, or leave it to start when the running step is read."""
         if output.copies:
-            self._start_last()
+            self._start_last()  # nothing, where writes are in place
             self._pool.copy_blocks(output.copies)
         self._forwards, self._hidden = [], {}
         prompt_logprobs: dict[int, list[LogprobArrays]] = {}
@@ -187,6 +189,8 @@ class ModelRunner:
             self._start(handle, {})
         else:
             self._pending = handle
+            if self._pool.in_place:
+                self._queue(handle)
         return handle
 
     def finish(self, handle: StepHandle) -> StepResult:
@@ -194,17 +198,33 @@ class ModelRunner:
         assert handle is self._running, "steps are read in the order of their launch"
         self._start_last()
         mx.eval(self._arrays(handle) + handle.last)
-        duration = time.perf_counter() - handle.started_at
+        now = time.perf_counter()
+        # A queued step ran from the end of the one before it.
+        duration = now - max(handle.started_at, self._finished_at)
+        self._finished_at = now
         self._running = None
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._start(pending, {} if pending.unsampled is None else _sampled_tokens(handle))
         return _to_host(handle, duration)
 
+    def _queue(self, handle: StepHandle) -> None:
+        """Start all forwards of a step, and the sampling that is built; earlier steps may be running."""
+        handle.started_at = time.perf_counter()
+        mx.async_eval(*handle.earlier, handle.last, self._arrays(handle))  # type: ignore[no-untyped-call]
+        handle.earlier = []
+
     def _start(self, handle: StepHandle, newest: Mapping[int, int]) -> None:
         """Start a step; ``newest``: the tokens of the step before it, for grammars."""
-        handle.started_at = time.perf_counter()
         self._running = handle
+        if self._pool.in_place:
+            if not handle.started_at:
+                self._queue(handle)
+            if handle.unsampled is not None:
+                self._sample_with_masks(handle, handle.unsampled, newest)
+                mx.async_eval(self._arrays(handle))  # type: ignore[no-untyped-call]
+            return
+        handle.started_at = time.perf_counter()
         if handle.earlier:
             mx.async_eval(handle.earlier[0])  # type: ignore[no-untyped-call]
         else:
@@ -347,8 +367,10 @@ class ModelRunner:
             self._forwards.append([logits])
             return tokens, logits
         groups = [_gather_arrays(group) for group in batch.groups]
-        logits, state = self._decode_forward(self._pool.state, tokens, batch.offsets, batch.ends, groups)
-        self._pool.state = state
+        pool = self._pool
+        logits, pool.changes = self._decode_forward(
+            pool.state, pool.marks, tokens, batch.offsets, batch.ends, groups
+        )
         self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
 
@@ -361,6 +383,7 @@ class ModelRunner:
     def _decode_traced(
         self,
         state: list[mx.array],
+        marks: list[mx.array],
         tokens: mx.array,
         offsets: mx.array,
         ends: mx.array,
@@ -377,11 +400,13 @@ class ModelRunner:
                 for window, (slots, tables, bases) in zip(windows, groups, strict=True)
             ],
         )
-        kept = self._pool.state
-        self._pool.state = state
+        pool = self._pool
+        kept, kept_marks = pool.state, pool.marks
+        pool.state, pool.marks = state, list(marks)
         logits = self._forward(tokens[:, None], batch)[:, 0]
-        state, self._pool.state = self._pool.state, kept
-        return logits, state
+        changes = pool.changes
+        pool.state, pool.marks = kept, kept_marks
+        return logits, changes
 
     def _decode_tokens(self, rows: Sequence[ScheduledRow], padded: int) -> mx.array:
         """``[padded]`` input tokens: from the host where it knows them, else from the newest step's sample."""
@@ -410,9 +435,9 @@ class ModelRunner:
     ) -> Sampled:
         batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES, masks)
         truncates = batch.random is not None and batch.random.truncation is not None
-        if truncates and self._running is not None:
-            # Truncation may have to look at values before it goes on; the running step must be over by then (with
-            # masks this is the running step: its earlier forwards must be).
+        if truncates and self._running is not None and not self._pool.in_place:
+            # On the CPU, truncation may have to look at values before it goes on; the running step must be over by
+            # then (with masks this is the running step: its earlier forwards must be).
             self._start_last()
             mx.eval(self._arrays(self._running))
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)

@@ -24,6 +24,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.pool_store import PoolStore
 
 # Largest difference of a logit, as a share of the logits' spread, by bytes of the dtype.
 TOLERANCE = {4: 0.01, 2: 0.08}
@@ -46,6 +47,7 @@ def choose_options(
     *,
     head_major: bool,
     wanted: RunnerOptions,
+    store: PoolStore | None = None,
 ) -> RunnerOptions:
     """The first of the ways to run ``model`` that gives its own logits.
 
@@ -62,7 +64,7 @@ def choose_options(
         replace(general, single_rows=True),
     ):
         try:
-            got = _paged(model, selector, found, vocab_size, trial, head_major, options)
+            got = _paged(model, selector, found, vocab_size, trial, head_major, options, store)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             faults.append(f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
@@ -106,10 +108,11 @@ def _paged(
     trial: _Trial,
     head_major: bool,
     options: RunnerOptions,
+    store: PoolStore | None,
 ) -> list[mx.array]:
     """The same logits through a small pool, with interleaved tables, a chunked prefill and batched decode."""
     layout = KVLayout(4, found.layout.groups)
-    pool = KVPool(found.layers, [16] * len(layout.groups), 4, head_major=head_major)
+    pool = KVPool(found.layers, [16] * len(layout.groups), 4, head_major=head_major, store=store)
     runner = ModelRunner(model, selector, pool, layout, vocab_size, options)
     tables = ((1, 5, 2), (4, 3, 7))
     logits: list[list[mx.array]] = [[], []]
@@ -118,14 +121,14 @@ def _paged(
     for rows in (first, rest):
         groups = [[row] for row in rows] if options.single_rows else [rows]
         found_logits = mx.concatenate([runner.prefill_logits(group) for group in groups])
-        mx.eval(found_logits, pool.state)
+        mx.eval(found_logits, pool.changes)
     for index in range(2):
         logits[index].append(found_logits[index])
     for step in range(len(trial.decoded[0])):
         ends = [len(prompt) + step + 1 for prompt in trial.prompts]
         decode = [_row(layout, tables, index, trial, end - 1, end) for index, end in enumerate(ends)]
         found_logits = runner.decode_logits(decode)
-        mx.eval(found_logits, pool.state)
+        mx.eval(found_logits, pool.changes)
         for index in range(2):
             logits[index].append(found_logits[index])
     return [mx.stack(row).astype(mx.float32) for row in logits]

@@ -182,6 +182,7 @@ def gather(view: LayerView, tables: mx.array) -> tuple[mx.array, mx.array]:
     """Keys and values ``[b, kv_heads, W * block_size, dim]`` of the blocks in ``tables [b, W]``."""
     pool, index = view.pool, view.layer
     layer = pool.layers[index]
+    tables = pool.ordered(index, tables)
     keys = [_blocks(x, pool.block_size, tables) for x in (pool.keys[index], *pool.key_affine[index])]
     values = [_blocks(x, pool.block_size, tables) for x in (pool.values[index], *pool.value_affine[index])]
     return _unpacked(keys, layer.key_packing, layer.dtype), _unpacked(values, layer.value_packing, layer.dtype)

@@ -1,0 +1,140 @@
+"""In-place writes into pool arrays on a GPU, by a kernel of our own that stores into its *inputs*.
+
+A functional scatter is in place only while nothing else refers to the pool, so a step could be started no earlier
+than the one before had been read. This kernel lifts that: the pools never change identity, and steps may queue.
+
+MLX orders operations by the arrays they exchange, and a write into an input exchanges none. So every write returns
+a *mark* ``[1]`` int32, always zero: whoever must come after the write takes the mark as an input. Writes of one
+layer form a chain through its mark; readers take the newest (kernels as an unused input, MLX's own gathers through
+block tables to which the mark is added). What a write must not overtake is ordered otherwise: a slot is written
+again only by a later step, behind the tokens or the marks of the earlier ones (docs/kv-cache.md).
+
+CUDA and Metal forms of one source. The Metal form has not been run on Metal; ``checked`` decides at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from headrace.runner.attention.paged_decode_source import CUDA_PRELUDE, METAL_PRELUDE
+
+THREADS = 128
+CUDA_WRITABLE = "#define WRITABLE(type) type\n"
+METAL_WRITABLE = "#define WRITABLE(type) device type\n"
+
+# Constants W0, W1 …: elements per slot. Inputs: p0 …: pools [slots, W] (written), r0 …: rows [N, W], slots [N]
+# int32, mark [1] int32. Output: after [1] int32, zero. Grid: a block of THREADS threads per row.
+_ARRAY = """
+  {{
+    WRITABLE({type})* to = (WRITABLE({type})*)(p{i}) + slot * W{i};
+    for (int j = int(THREAD); j < W{i}; j += {threads}) to[j] = r{i}[row * W{i} + j];
+  }}
+"""
+_BODY = """
+  const long row = long(BLOCK_X);
+  const long slot = long(slots[row]);
+{arrays}
+  if (row == 0 && THREAD == 0) after[0] = 0;
+"""
+
+
+def store_source(count: int) -> str:
+    """The kernel's body for ``count`` pools whose elements are of type ``T``."""
+    arrays = "".join(_ARRAY.format(i=i, type="T", threads=THREADS) for i in range(count))
+    return _BODY.format(arrays=arrays)
+
+
+class PoolStore:
+    """The compiled kernels of one device; make one and keep it.
+
+    Args:
+        make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
+        header: the matching prelude.
+    """
+
+    def __init__(self, make: Callable[..., Any], header: str) -> None:
+        self._kernels = {
+            count: make(
+                name=f"pool_store_{count}",
+                input_names=[
+                    *(f"p{i}" for i in range(count)),
+                    *(f"r{i}" for i in range(count)),
+                    "slots",
+                    "mark",
+                ],
+                output_names=["after"],
+                source=store_source(count),
+                header=header,
+            )
+            for count in (2, 4)
+        }
+
+    @staticmethod
+    def for_device() -> PoolStore | None:
+        """The store of the default device, unchecked; None where there is none."""
+        if mx.default_device() != mx.gpu:
+            return None
+        if mx.metal.is_available():
+            return PoolStore(mx.fast.metal_kernel, METAL_PRELUDE + METAL_WRITABLE)
+        return PoolStore(mx.fast.cuda_kernel, CUDA_PRELUDE + CUDA_WRITABLE)
+
+    @staticmethod
+    def checked() -> PoolStore | None:
+        """The store of the default device if it writes in place, writes only what it should, and is ordered."""
+        try:
+            store = PoolStore.for_device()
+            return store if store is not None and _works(store) else None
+        except Exception:
+            # Whatever a compiler or driver says about a kernel, functional writes can serve.
+            return None
+
+    def write(
+        self, pools: Sequence[mx.array], rows: Sequence[mx.array], slots: mx.array, mark: mx.array
+    ) -> mx.array:
+        """Store ``rows[i] [N, ...]`` at ``slots [N]`` of ``pools[i] [S, ...]``; the mark of the write.
+
+        Pools are 2 or 4 of one dtype, contiguous; nothing is written until the mark is evaluated.
+        """
+        widths = [int(np.prod(pool.shape[1:])) for pool in pools]
+        after: mx.array = self._kernels[len(pools)](
+            inputs=[*pools, *rows, slots, mark],
+            template=[("T", pools[0].dtype), *((f"W{i}", width) for i, width in enumerate(widths))],
+            grid=(slots.shape[0] * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )[0]
+        return after
+
+
+def ordered(tables: mx.array, mark: mx.array | None) -> mx.array:
+    """Block tables for an MLX gather that must come after the write of ``mark``."""
+    return tables if mark is None else tables + mark
+
+
+def _works(store: PoolStore) -> bool:
+    """Write twice, read through MLX in the same evaluation, and look at the whole pool afterwards."""
+    pools = [mx.full((40, 2, 8), value, mx.float16) for value in (0.5, 0.25)]
+    mx.eval(pools)
+    rows = [mx.arange(3 * 16).reshape(3, 2, 8).astype(mx.float16) + value for value in (1, 100)]
+    mark = mx.zeros((1,), mx.int32)
+    first, second = mx.array([7, 0, 39], mx.int32), mx.array([8, 7, 1], mx.int32)
+    mark = store.write(pools, rows, first, mark)
+    early = pools[0][ordered(first, mark)]
+    mx.eval(early, mark)
+    mark = store.write(pools, rows, second, mark)
+    late = pools[1][ordered(second, mark)]
+    mx.eval(late)
+    expected = [np.full((40, 2, 8), value, np.float16) for value in (0.5, 0.25)]
+    for slots in (first, second):
+        for pool, new in zip(expected, rows, strict=True):
+            pool[np.array(slots)] = np.array(new)
+    return (
+        all(np.array_equal(np.array(pool), wanted) for pool, wanted in zip(pools, expected, strict=True))
+        and np.array_equal(np.array(early), np.array(rows[0]))
+        and np.array_equal(np.array(late), np.array(rows[1]))
+    )
