@@ -17,7 +17,6 @@ from headrace.cli.values import choice, number
 
 if TYPE_CHECKING:
     from headrace.core.memory_plan import DeviceMemory, MemoryPlan
-    from headrace.runner.device import DeviceKind
     from headrace.runner.estimate import Estimate
 
 _DESCRIPTION = (
@@ -66,8 +65,8 @@ def run(argv: Sequence[str]) -> int:
     config = engine_config(values, path)
     files = describe(path)
     device, title = _device(section(values, "plan"))
-    found = estimate(files, config, cast("DeviceKind", device.kind), device.working_set)
-    plan = plan_memory(found.layout, device, found.fixed, config, found.trained_len)
+    found = estimate(files, config, device)
+    plan = plan_memory(found.layout, device, found.fixed, config, found.trained_len, found.own_attention)
     if values.get("plan.json"):
         numbers = {"model": name, "device": title, "weights_held_as": found.form, **plan.numbers()}
         print(json.dumps(numbers | ({"cost": cost} if cost else {}), indent=1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.config import EngineConfig
+from headrace.core.context_scratch import ContextCost, ContextScratch, plan_context_scratch
 from headrace.core.layout import KVLayout
 from headrace.errors import StartupError
 
@@ -48,7 +49,8 @@ class FixedMemory:
     Attributes:
         weights: exact, from the file headers.
         activations: peak of the largest prefill chunk and the largest decode batch, measured or estimated.
-        scratch: of attention over gathered context, where an implementation needs it.
+        scratch: of attention over gathered context, where an implementation needs it; of a model that computes
+            attention itself what its forwards may hold (``ContextScratch.nbytes``).
         buffer_cache: freed buffers that the allocator may keep.
     """
 
@@ -135,7 +137,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    layout: KVLayout, device: DeviceMemory, fixed: FixedMemory, config: EngineConfig, model_max_len: int
+    layout: KVLayout,
+    device: DeviceMemory,
+    fixed: FixedMemory,
+    config: EngineConfig,
+    model_max_len: int,
+    own_attention: ContextScratch | None = None,
 ) -> MemoryPlan:
     """Decide the pools and the model length.
 
@@ -145,6 +152,7 @@ def plan_memory(
         fixed: what else will lie there.
         config: sizes that were asked for, shares, ``max_num_seqs``, ``prefill_step_size``.
         model_max_len: context length the model was trained for; ``config.max_model_len`` lowers or raises it.
+        own_attention: what ``fixed.scratch`` is for, of a model that computes attention itself.
 
     Raises:
         StartupError: the pool asked for does not fit, or not even a short sequence does.
@@ -155,20 +163,14 @@ def plan_memory(
     notes: list[str] = []
     if wanted_len > model_max_len:
         notes.append(f"model length {wanted_len}: beyond the {model_max_len} tokens that the model was made for")
-    if config.max_cache_blocks is not None:
-        num_blocks = _blocks(layout, config, config.max_cache_blocks)
-        if config.replaces and _pool_bytes(layout, num_blocks) > room:
-            num_blocks = _largest(layout, config, room, wanted_len)
-        _refuse_above(_pool_bytes(layout, num_blocks), room, budget, fixed, "--max-cache-blocks", device)
-    elif config.kv_memory_bytes is not None:
-        size = min(config.kv_memory_bytes, room) if config.replaces else config.kv_memory_bytes
-        _refuse_above(size, room, budget, fixed, "--kv-memory-mb", device)
-        num_blocks = _largest(layout, config, size, wanted_len)
-    else:
+    wanted_len = _length_in_scratch(own_attention, wanted_len, notes)
+    if config.max_cache_blocks is None and config.kv_memory_bytes is None:
         if device.kind == "cpu" and room > CPU_POOL_BYTES:
             room = CPU_POOL_BYTES
             notes.append(f"KV pool limited to {_mib(room)} on the CPU; --kv-memory-mb raises it")
         num_blocks = _largest(layout, config, room, wanted_len)
+    else:
+        num_blocks = _asked(layout, device, fixed, config, wanted_len, room)
     pool_bytes = _pool_bytes(layout, num_blocks)
     held = _max_sequence_tokens(layout, num_blocks)
     least = min(wanted_len, layout.block_size if config.max_cache_blocks else MIN_SEQUENCE_TOKENS)
@@ -176,8 +178,12 @@ def plan_memory(
         offered = room if config.kv_memory_bytes is None else config.kv_memory_bytes
         raise StartupError(_too_small(layout, offered, budget, fixed, least, device))
     if held < wanted_len:
-        notes.append(f"model length lowered from {wanted_len} to {held} tokens: the KV pool holds no more")
-    plan = MemoryPlan(
+        notes.append(_lowered(layout, config, wanted_len, held, pool_bytes))
+    max_num_seqs = config.max_num_seqs if config.continuous_batching else 1
+    max_len = min(wanted_len, held)
+    if own_attention is not None:
+        notes.append(own_attention.note(max_num_seqs, max_len))
+    return MemoryPlan(
         layout=layout,
         device=device,
         headroom_bytes=_headroom(device, config),
@@ -185,12 +191,74 @@ def plan_memory(
         fixed=fixed,
         num_blocks=num_blocks,
         pool_bytes=pool_bytes,
-        max_model_len=min(wanted_len, held),
-        max_num_seqs=config.max_num_seqs if config.continuous_batching else 1,
+        max_model_len=max_len,
+        max_num_seqs=max_num_seqs,
         prefix_cache_blocks=_prefix_cache_blocks(config, num_blocks, pool_bytes),
         notes=tuple(notes),
     )
-    return plan
+
+
+def own_attention_scratch(
+    cost: ContextCost, device: DeviceMemory, fixed: FixedMemory, config: EngineConfig, model_max_len: int
+) -> ContextScratch:
+    """What to set aside for a model that computes attention itself; ``fixed``: weights and buffer cache."""
+    return plan_context_scratch(
+        cost,
+        device.kind,
+        config.max_num_seqs if config.continuous_batching else 1,
+        config.max_model_len or model_max_len,
+        _budget(device, config) - fixed.weights - fixed.buffer_cache,
+    )
+
+
+def _length_in_scratch(own: ContextScratch | None, wanted_len: int, notes: list[str]) -> int:
+    """``wanted_len``, or what one row's scratch is enough for, which is noted."""
+    if own is None or own.max_len >= wanted_len:
+        return wanted_len
+    per_token = own.cost.of(1, 1, 1)
+    if own.max_len < MIN_SEQUENCE_TOKENS:
+        raise StartupError(
+            f"not enough memory: this model computes attention itself, {per_token:,} bytes a token of a sequence, "
+            f"and {_mib(own.nbytes)} are left for that: {own.max_len} tokens, at least {MIN_SEQUENCE_TOKENS} are "
+            "needed; a smaller model, or a lower --memory-headroom, would fit"
+        )
+    notes.append(
+        f"model length lowered from {wanted_len} to {own.max_len} tokens: this model computes attention itself, "
+        f"{per_token:,} bytes a token of a sequence within {_mib(own.nbytes)}; a lower --memory-headroom raises it"
+    )
+    return own.max_len
+
+
+def _asked(
+    layout: KVLayout, device: DeviceMemory, fixed: FixedMemory, config: EngineConfig, wanted_len: int, room: int
+) -> tuple[int, ...]:
+    """Blocks of the pool that was asked for, in blocks or in bytes; a replacement takes less when it must."""
+    budget = room + fixed.total
+    if config.max_cache_blocks is not None:
+        num_blocks = _blocks(layout, config, config.max_cache_blocks)
+        if config.replaces and _pool_bytes(layout, num_blocks) > room:
+            num_blocks = _largest(layout, config, room, wanted_len)
+        _refuse_above(_pool_bytes(layout, num_blocks), room, budget, fixed, "--max-cache-blocks", device)
+        return num_blocks
+    assert config.kv_memory_bytes is not None
+    size = min(config.kv_memory_bytes, room) if config.replaces else config.kv_memory_bytes
+    _refuse_above(size, room, budget, fixed, "--kv-memory-mb", device)
+    return _largest(layout, config, size, wanted_len)
+
+
+def _lowered(layout: KVLayout, config: EngineConfig, wanted_len: int, held: int, pool_bytes: int) -> str:
+    """That the model length was lowered, by what, and how to have more of it."""
+    needed = _mib(wanted_len * layout.bytes_per_token)
+    flag = "--kv-memory-mb" if config.max_cache_blocks is None else "--max-cache-blocks"
+    ways = [f"a larger {flag}"]
+    if config.max_cache_blocks is None and config.kv_memory_bytes is None:
+        ways.append("a lower --memory-headroom")
+    if config.kv_cache_dtype == "auto":
+        ways.append("--kv-cache-dtype int8")
+    return (
+        f"model length lowered from {wanted_len} to {held} tokens: the KV pool of {_mib(pool_bytes)} holds no "
+        f"more, {wanted_len} take {needed}; {', '.join(ways)} raises it, --max-model-len {held} asks for no more"
+    )
 
 
 def _budget(device: DeviceMemory, config: EngineConfig) -> int:

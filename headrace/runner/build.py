@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,15 +17,24 @@ import mlx.nn as nn
 from headrace.checkpoint.config import positive_int, text_fields
 from headrace.checkpoint.model_folder import ModelFiles, describe
 from headrace.config import EngineConfig
+from headrace.core.context_scratch import ContextCost
 from headrace.core.layout import KVLayout
-from headrace.core.memory_plan import DeviceMemory, FixedMemory, MemoryPlan, plan_memory
+from headrace.core.memory_plan import (
+    DeviceMemory,
+    FixedMemory,
+    MemoryPlan,
+    own_attention_scratch,
+    plan_memory,
+)
 from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_kernel
 from headrace.runner.attention.reference import scratch_bytes
+from headrace.runner.context_cost import measure_context_cost
 from headrace.runner.device import Device, read_device
+from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks
 from headrace.runner.kv_layout import ModelLayout, read_layout
 from headrace.runner.kv_pool import KVPool
@@ -101,7 +110,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
     mx.set_cache_limit(BUFFER_CACHE_BYTES[device.kind])
     prepared = _prepare(config, files, device, progress)
     progress("measuring", 0.0)
-    plan = _plan(config, files, device, prepared)
+    plan, options = _plan(config, files, device, prepared)
     for line in (*prepared.loaded.notes, prepared.attention, *plan.notes):
         log.info(line)
     progress("allocating the KV pool", 0.0)
@@ -120,7 +129,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         pool,
         prepared.found.layout,
         prepared.vocab_size,
-        prepared.options,
+        options,
         GrammarMasks(grammars, prepared.vocab_size),
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
@@ -202,21 +211,49 @@ def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
     return int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
-def _plan(config: EngineConfig, files: ModelFiles, device: Device, prepared: _Prepared) -> MemoryPlan:
+def _plan(
+    config: EngineConfig, files: ModelFiles, device: Device, prepared: _Prepared
+) -> tuple[MemoryPlan, RunnerOptions]:
+    """The memory plan, and the options of a runner that keeps it."""
     trained = trained_len(files)
     wished = config.max_model_len or trained
-    activation = _activation_bytes(config, prepared, min(config.prefill_step_size, wished))
+    memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
     fixed = FixedMemory(
         weights=prepared.loaded.weights_bytes,
-        activations=activation,
         scratch=scratch_bytes(head_major=prepared.head_major),
         buffer_cache=BUFFER_CACHE_BYTES[device.kind],
     )
-    memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
-    return plan_memory(prepared.found.layout, memory, fixed, config, trained)
+    options, own, cost = prepared.options, None, _context_cost(prepared)
+    if cost is not None:
+        own = own_attention_scratch(cost, memory, fixed, config, trained)
+        fixed = replace(fixed, scratch=own.nbytes)
+        options = replace(options, limit=ForwardLimit(cost, own.nbytes, prepared.head_major))
+    fixed = replace(
+        fixed,
+        activations=_activation_bytes(config, prepared, options, cost, min(config.prefill_step_size, wished)),
+    )
+    return plan_memory(prepared.found.layout, memory, fixed, config, trained, own), options
 
 
-def _activation_bytes(config: EngineConfig, prepared: _Prepared, chunk: int) -> int:
+def _context_cost(prepared: _Prepared) -> ContextCost | None:
+    """Of a model that computes attention itself; None: it does not. Measured at its first start, then known."""
+    if not prepared.options.materialize:
+        return None
+    if prepared.known is not None:
+        return prepared.known.context_cost
+    return measure_context_cost(
+        prepared.loaded.model,
+        prepared.selector,
+        prepared.found,
+        prepared.vocab_size,
+        prepared.options,
+        head_major=prepared.head_major,
+    )
+
+
+def _activation_bytes(
+    config: EngineConfig, prepared: _Prepared, options: RunnerOptions, cost: ContextCost | None, chunk: int
+) -> int:
     """Measured at the first start of a model, then known."""
     if prepared.known is not None:
         return prepared.known.activation_bytes
@@ -225,13 +262,12 @@ def _activation_bytes(config: EngineConfig, prepared: _Prepared, chunk: int) -> 
         prepared.selector,
         prepared.found,
         prepared.vocab_size,
-        prepared.options,
+        options,
         head_major=prepared.head_major,
         chunk=chunk,
         max_rows=config.max_num_seqs,
-        store=prepared.store,
     )
-    prepared.cache.write(StartFacts.of(prepared.options, measured))
+    prepared.cache.write(StartFacts.of(options, measured, cost))
     return measured
 
 

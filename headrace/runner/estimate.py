@@ -8,19 +8,21 @@ the model computes in. It was fitted to peaks measured on the CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import mlx.core as mx
 
 from headrace.checkpoint.config import text_fields
 from headrace.checkpoint.model_folder import ModelFiles
 from headrace.config import EngineConfig
+from headrace.core.context_scratch import ContextScratch
 from headrace.core.layout import KVLayout
-from headrace.core.memory_plan import FixedMemory
+from headrace.core.memory_plan import DeviceMemory, FixedMemory, own_attention_scratch
 from headrace.runner.activation import sampler_bytes
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.build import BUFFER_CACHE_BYTES, trained_len
+from headrace.runner.context_cost import computes_own_attention, estimate_context_cost
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.loader import DTYPES, Plan, outline_model
@@ -38,26 +40,29 @@ class Estimate:
         fixed: weights exact, activations estimated.
         trained_len: context length the model was made for.
         form: how the weights are held, for people.
+        own_attention: of a model that computes attention itself, what ``fixed.scratch`` is for.
     """
 
     layout: KVLayout
     fixed: FixedMemory
     trained_len: int
     form: str
+    own_attention: ContextScratch | None = None
 
 
-def estimate(files: ModelFiles, config: EngineConfig, device: DeviceKind, working_set_bytes: int) -> Estimate:
+def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> Estimate:
     """Raises StartupError: the files do not make a model, or its weights do not fit the working set."""
+    kind = cast("DeviceKind", device.kind)
     model, plan = outline_model(
         files,
-        device=device,
+        device=kind,
         dtype=config.dtype,
         keep_quantized=config.keep_quantized,
-        memory_budget_bytes=int(working_set_bytes * config.memory_utilization),
+        memory_budget_bytes=int(device.working_set * config.memory_utilization),
     )
     dtype = _compute_dtype(files, plan)
     model.set_dtype(dtype)
-    found = read_layout(model, config.block_size or BLOCK_SIZES[device], config.kv_cache_dtype)
+    found = read_layout(model, config.block_size or BLOCK_SIZES[kind], config.kv_cache_dtype)
     longest = trained_len(files)
     wished = config.max_model_len or longest
     fields = text_fields(files.config)
@@ -67,10 +72,15 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceKind, workin
     fixed = FixedMemory(
         weights=plan.nbytes,
         activations=activations,
-        scratch=scratch_bytes(head_major=device == "cpu"),
-        buffer_cache=BUFFER_CACHE_BYTES[device],
+        scratch=scratch_bytes(head_major=kind == "cpu"),
+        buffer_cache=BUFFER_CACHE_BYTES[kind],
     )
-    return Estimate(found.layout, fixed, longest, _form(plan, dtype))
+    own = None
+    if computes_own_attention(model, found):
+        cost = estimate_context_cost(found, _most(fields.get("num_attention_heads")) or 1)
+        own = own_attention_scratch(cost, device, fixed, config, longest)
+        fixed = replace(fixed, scratch=own.nbytes)
+    return Estimate(found.layout, fixed, longest, _form(plan, dtype), own)
 
 
 def _compute_dtype(files: ModelFiles, plan: Plan) -> mx.Dtype:

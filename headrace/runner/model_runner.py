@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +32,7 @@ from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, Step
 from headrace.request import TokenLogprobs
 from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.attention.slices import bundle_limits
+from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks, StepMasks
 from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, token_array
 from headrace.runner.kv_pool import KVPool
@@ -59,6 +61,7 @@ class RunnerOptions:
         single_rows: the model's code does not take masks of several rows; one sequence per forward.
         max_prefill_rows: prompts in one prefill forward, at most.
         decode_kernel: decode attention is a kernel that reads no more of a block table than a row has.
+        limit: with ``materialize``, what one forward may hold; larger ones are split. None: no bound.
     """
 
     compile: bool
@@ -66,6 +69,7 @@ class RunnerOptions:
     single_rows: bool = False
     max_prefill_rows: int = 8
     decode_kernel: bool = False
+    limit: ForwardLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +311,10 @@ class ModelRunner:
                 forwards.append([row])
             else:
                 group.append(row)
-        return forwards
+        limit = self._options.limit
+        if limit is None:
+            return forwards
+        return [part for group in forwards for part in limit.prefill_parts(group, self._inputs.layout)]
 
     def _prefill(
         self,
@@ -358,8 +365,11 @@ class ModelRunner:
         """The decode forward; the tokens it was fed ``[B]`` and logits ``[B, V]``."""
         padded = bucket(len(rows)) if self._decode_forward is not None else len(rows)
         tokens = self._decode_tokens(rows, padded)
-        if self._options.single_rows and len(rows) > 1:
-            return tokens, mx.concatenate([self._decode_one(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
+        parts = self._decode_parts(rows)
+        if len(parts) > 1:
+            ends = accumulate(map(len, parts))
+            pairs = [(part, tokens[end - len(part) : end]) for part, end in zip(parts, ends, strict=True)]
+            return tokens, mx.concatenate([self._decode_part(part, fed) for part, fed in pairs])
         batch = self._inputs.build(rows, 1, num_rows=padded)
         self._selector.all_positions()
         if self._decode_forward is None:
@@ -374,9 +384,16 @@ class ModelRunner:
         self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
 
-    def _decode_one(self, row: ScheduledRow, token: mx.array) -> mx.array:
+    def _decode_parts(self, rows: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
+        """The forwards that the rows need."""
+        if self._options.single_rows:
+            return [[row] for row in rows]
+        limit = self._options.limit
+        return [rows] if limit is None else limit.decode_parts(rows, self._inputs.layout)
+
+    def _decode_part(self, rows: Sequence[ScheduledRow], tokens: mx.array) -> mx.array:
         self._selector.all_positions()
-        logits = self._forward(token[:, None], self._inputs.build([row], 1))[:, 0]
+        logits = self._forward(tokens[:, None], self._inputs.build(rows, 1))[:, 0]
         self._forwards.append([logits])
         return logits
 

@@ -90,10 +90,10 @@ def _fit(files: ModelFiles, device: Device) -> tuple[Estimate | None, dict[str, 
     """The memory plan of a start with default flags; activations are estimated."""
     memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
     config = EngineConfig(model=str(files.path))
-    unbounded = estimate(files, config, device.kind, 1 << 60)
+    unbounded = estimate(files, config, DeviceMemory(device.kind, 1 << 60, 1 << 60, 1 << 60))
     try:
-        found = estimate(files, config, device.kind, device.working_set_bytes)
-        plan = plan_memory(found.layout, memory, found.fixed, config, found.trained_len)
+        found = estimate(files, config, memory)
+        plan = plan_memory(found.layout, memory, found.fixed, config, found.trained_len, found.own_attention)
     except StartupError as error:
         return unbounded, _unfit(device, str(error))
     fit = _unfit(device, "") | {

@@ -18,6 +18,7 @@ import msgspec
 import headrace
 from headrace.checkpoint.model_folder import ModelFiles
 from headrace.config import EngineConfig
+from headrace.core.context_scratch import ContextCost
 from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder
 from headrace.runner.device import Device
@@ -33,16 +34,24 @@ class StartFacts(msgspec.Struct, frozen=True):
     Attributes:
         materialize, single_rows, compile: fields of the ``RunnerOptions`` that passed the self-check.
         activation_bytes: peak of a step beyond weights and pools.
+        context_bytes, query_bytes: of a model that computes attention itself (``ContextCost``), else 0.
     """
 
     materialize: bool
     single_rows: bool
     compile: bool
     activation_bytes: int
+    context_bytes: int = 0
+    query_bytes: int = 0
 
     @classmethod
-    def of(cls, options: RunnerOptions, activation_bytes: int) -> StartFacts:
-        return cls(options.materialize, options.single_rows, options.compile, activation_bytes)
+    def of(cls, options: RunnerOptions, activation_bytes: int, cost: ContextCost | None = None) -> StartFacts:
+        context, query = (0, 0) if cost is None else (cost.context_bytes, cost.query_bytes)
+        return cls(options.materialize, options.single_rows, options.compile, activation_bytes, context, query)
+
+    @property
+    def context_cost(self) -> ContextCost | None:
+        return ContextCost(self.context_bytes, self.query_bytes) if self.materialize else None
 
     def options(self, wanted: RunnerOptions) -> RunnerOptions:
         """``wanted`` as the self-check changed it."""
