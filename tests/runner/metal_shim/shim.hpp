@@ -131,6 +131,9 @@ inline float exp(float x) { return std::exp(x); }
 }  // namespace fast
 namespace precise {
 inline float tanh(float x) { return std::tanh(x); }
+inline float cos(float x) { return std::cos(x); }
+inline float sin(float x) { return std::sin(x); }
+inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 }  // namespace precise
 }  // namespace metal
 #define threadgroup_position_in_grid shim::threadgroup_position
