@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headrace.cli.serve", "serve a model over the OpenAI and Anthropic APIs"),
     "plan": ("headrace.cli.plan", "print the memory plan of a model without loading its weights"),
     "model": ("headrace.cli.model", "inspect and acquire models"),
+    "chat": ("headrace.cli.chat", "a chat with a server in the terminal"),
     "bench-serve": ("headrace.cli.bench_serve", "measure an OpenAI-compatible server under load"),
     "bench": ("headrace.cli.bench", "measure the engine without a server"),
     "bench-kv-cache": ("headrace.cli.bench_kv_cache", "memory, error and time of packed KV caches"),
@@ -26,7 +27,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 # command -> what it will do
 NOT_YET: dict[str, str] = {
-    "chat": "a chat in the terminal",
     "batch": "a file of requests, offline",
     "config": "show the configuration in force",
     "download": "fetch a model; `model acquire` does that",
