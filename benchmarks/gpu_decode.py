@@ -1,10 +1,14 @@
 """Milliseconds per decode step: Headrace's runner beside mlx-lm's BatchGenerator, same run, random weights.
 
-    python benchmarks/gpu_decode.py --shapes llama-1b,llama-8b --bits 16,4 --rows 1,5,32,128 --context 256,2048
+    python benchmarks/gpu_decode.py --shapes llama-1b,llama-8b,qwen3-30b-a3b --rows 1,5,32,128 --context 256,2048
+    … --bits 16,4      packed weights too; on CUDA Headrace unpacks them first, as the server does (--packed: not)
+    … --torch          and PyTorch with one CUDA graph per step (torch_decode.py), for dense shapes at 16 bits
+    … --budget 540     begin nothing that would end later; what was measured is printed and written
 
-Every cell prints both times, the ratio, and the floor: bytes that one step must move (weights once, the rows' KV)
-over the copy bandwidth measured at the start. KV is filled directly; a cell that does not fit prints its bytes.
-``Headrace`` steps as the server does: launched one ahead, tokens read on the host every step.
+Every cell prints the times, the ratios (above 1: Headrace is faster), and the floor: bytes that one step must move
+(the weights it uses once, the rows' KV) over the copy bandwidth measured at the start. KV is filled directly; a
+cell that does not fit prints its bytes. ``Headrace`` steps as the server does: launched one ahead, tokens read on
+the host every step. Each other engine is measured before it, with the memory freed in between.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,9 @@ import mlx.nn as nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from model_shapes import SHAPES, random_model, weight_bytes
+from decode_report import Budget, Cell, Grid, markdown_table
+from model_shapes import random_model, step_bytes, unpacked, weight_bytes
+from shapes import SHAPES, is_dense
 
 from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
@@ -36,6 +45,7 @@ from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
+SPARE_BYTES = 3 << 30  # activations, logits, MLX's buffer cache
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
 
 
@@ -155,64 +165,148 @@ def _on_gpu() -> bool:
     return bool(mx.default_device() == mx.gpu)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _clear() -> None:
+    gc.collect()
+    mx.clear_cache()
+
+
+# -- the grid ------------------------------------------------------------------------------------------
+
+
+def device_bytes() -> int | None:
+    """Memory of the GPU; None on the CPU, where everything is tried."""
+    info = mx.device_info()
+    if not _on_gpu():
+        return None
+    return int(info.get("max_recommended_working_set_size") or info["total_memory"])
+
+
+class Bench:
+    """Measures cells within a budget of time and the device's memory."""
+
+    def __init__(self, args: argparse.Namespace, grid: Grid) -> None:
+        self.args, self.grid = args, grid
+        self.cells: list[Cell] = []
+        self.memory = device_bytes()
+        self.bandwidth = copy_bandwidth()
+
+    def shape(self, name: str, all_bits: list[int], budget: Budget) -> None:
+        """All cells of one shape: PyTorch once, then each packing in an equal part of the time that is left."""
+        torch_ms = self.torch(name, budget.part(2 + 2 * len(all_bits))) if self.args.torch else {}
+        for done, bits in enumerate(all_bits):
+            part = budget.part(len(all_bits) - done)
+            if part.is_over:
+                return
+            self.packing(name, bits, part, torch_ms if bits == 16 else {})
+            _clear()
+
+    def packing(self, name: str, bits: int, budget: Budget, torch_ms: dict[tuple[int, int], float]) -> None:
+        model = random_model(name, bits=bits)
+        peer: dict[tuple[int, int], Cell] = {}
+        for rows, context in [] if self.args.no_peer else self.grid.cells(budget.part(2)):
+            needed = weight_bytes(model) + 2 * self.kv_bytes(model, rows, context)  # the caches, and their batch
+            found = self.tried(needed, lambda r=rows, c=context: batch_generator_ms(model, r, c, self.args.steps))
+            peer[rows, context] = {f"mlx_lm_{key}": value for key, value in found.items()}
+        read = {rows: step_bytes(name, model, rows) for rows in self.grid.rows}
+        if bits < 16 and _is_cuda() and not self.args.packed:
+            model = unpacked(name, model)
+            _clear()
+        kernel = prepare(model)
+        options = RunnerOptions(compile=_on_gpu() and not self.args.no_compile, max_prefill_rows=1)
+        for rows, context in self.grid.cells(budget):
+            kv = self.kv_bytes(model, rows, context)
+            cell: Cell = {"shape": name, "bits": bits, "rows": rows, "context": context}
+            cell["floor_ms"] = round((read[rows] + kv) / self.bandwidth * 1e3, 3)
+            found = self.tried(
+                weight_bytes(model) + kv,
+                lambda r=rows, c=context: headrace_ms(model, r, c, self.args.steps, options),
+            )
+            cell |= {f"headrace_{key}": value for key, value in found.items()} | peer.get((rows, context), {})
+            if (rows, context) in torch_ms:
+                cell["torch_ms"] = torch_ms[rows, context]
+            self.note({**cell, "attention": kernel})
+
+    def kv_bytes(self, model: nn.Module, rows: int, context: int) -> int:
+        return read_layout(model, 32).layout.bytes_per_token * rows * context
+
+    def tried(self, needed: int, measure: Callable[[], float]) -> Cell:
+        """``ms``, or ``bytes`` when the cell does not fit, or ``error``."""
+        if self.memory is not None and needed + SPARE_BYTES > self.memory:
+            return {"bytes": needed + SPARE_BYTES}
+        try:
+            return {"ms": round(measure(), 3)}
+        except Exception as error:  # one cell's fault must not cost the others, device time is scarce
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        finally:
+            _clear()
+
+    def torch(self, name: str, budget: Budget) -> dict[tuple[int, int], float]:
+        """PyTorch's milliseconds by (rows, context), from a process of its own."""
+        if not is_dense(name) or budget.is_over:
+            return {}
+        _clear()
+        script = Path(__file__).parent / "torch_decode.py"
+        words = ["--shape", name, "--rows", self.args.rows, "--context", self.args.context]
+        words += ["--device", "cuda" if _on_gpu() else "cpu"]
+        words += ["--budget", f"{budget.left_s:.0f}"] if budget.is_limited else []
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        found: dict[tuple[int, int], float] = {}
+        process = subprocess.run(
+            [self.args.torch, str(script), *words], env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+        for line in process.stdout.splitlines():
+            print(line, flush=True)
+            if not line.startswith("{"):
+                continue
+            cell = json.loads(line)
+            if "torch_ms" in cell:
+                found[cell["rows"], cell["context"]] = cell["torch_ms"]
+        if process.returncode:
+            print(f"{self.args.torch} {script.name}: exit code {process.returncode}", flush=True)
+        return found
+
+    def note(self, cell: Cell) -> None:
+        """Keep, print and write a cell, with its ratios."""
+        for name, other in (("ratio", "mlx_lm_ms"), ("vs_torch", "torch_ms")):
+            if other in cell and "headrace_ms" in cell:
+                cell[name] = round(cell[other] / cell["headrace_ms"], 2)
+        self.cells.append(cell)
+        print(json.dumps(cell), flush=True)
+        if self.args.json:
+            Path(self.args.json).write_text(json.dumps(self.cells, indent=1))
+
+
+def _is_cuda() -> bool:
+    return _on_gpu() and not mx.metal.is_available()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="llama-1b,llama-8b", help=",".join(SHAPES))
+    parser.add_argument("--shapes", default="llama-1b,llama-8b,qwen3-30b-a3b", help=",".join(SHAPES))
     parser.add_argument("--bits", default="16")
     parser.add_argument("--rows", default="1,5,32,128")
     parser.add_argument("--context", default="256,2048")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--json")
+    parser.add_argument("--packed", action="store_true", help="do not unpack weights on CUDA")
+    parser.add_argument(
+        "--torch", nargs="?", const=sys.executable, metavar="PYTHON", help="PyTorch too, with this interpreter"
+    )
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--json", metavar="FILE", help="written after every cell")
     args = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    print(f"device {mx.device_info().get('device_name')}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    cells = []
-    for shape in args.shapes.split(","):
-        for bits in _numbers(args.bits):
-            model = random_model(shape, bits=bits)
-            weights = weight_bytes(model)
-            grid = [(rows, context) for context in _numbers(args.context) for rows in _numbers(args.rows)]
-            peer = {} if args.no_peer else {cell: batch_generator_ms(model, *cell, args.steps) for cell in grid}
-            kernel = prepare(model)
-            for rows, context in grid:
-                cell = measure(model, shape, bits, rows, context, weights, bandwidth, args)
-                cell["attention"] = kernel
-                if peer:
-                    cell["mlx_lm_ms"] = round(peer[rows, context], 3)
-                    cell["ratio"] = round(cell["mlx_lm_ms"] / cell["headrace_ms"], 2)
-                cells.append(cell)
-                print(json.dumps(cell), flush=True)
-            del model
-            gc.collect()
-            mx.clear_cache()
-    if args.json:
-        Path(args.json).write_text(json.dumps(cells, indent=1))
-
-
-def measure(
-    model: nn.Module,
-    shape: str,
-    bits: int,
-    rows: int,
-    context: int,
-    weights: int,
-    bandwidth: float,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    kv = read_layout(model, 32).layout.bytes_per_token * rows * context
-    cell: dict[str, Any] = {"shape": shape, "bits": bits, "rows": rows, "context": context}
-    cell["floor_ms"] = round((weights + kv) / bandwidth * 1e3, 3)
-    options = RunnerOptions(compile=_on_gpu() and not args.no_compile, max_prefill_rows=1)
-    cell["headrace_ms"] = round(headrace_ms(model, rows, context, args.steps, options), 3)
-    gc.collect()
-    mx.clear_cache()
-    return cell
+    budget = Budget.starting_now(args.budget)
+    bench = Bench(args, Grid.parse(args.rows, args.context))
+    print(f"device {mx.device_info().get('device_name')}, copy {bench.bandwidth / 1e12:.2f} TB/s", flush=True)
+    shapes = args.shapes.split(",")
+    for done, shape in enumerate(shapes):
+        part = budget.part(len(shapes) - done)
+        if not part.is_over:
+            bench.shape(shape, [int(bits) for bits in args.bits.split(",")], part)
+    print(markdown_table(bench.cells, bench.grid))
+    if budget.is_limited:
+        print(f"{budget.used_s:.0f} of {args.budget:.0f} s used")
 
 
 if __name__ == "__main__":

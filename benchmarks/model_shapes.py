@@ -1,49 +1,13 @@
-"""Model shapes worth timing, with random weights: speed does not depend on what the weights are."""
+"""Models of the shapes in shapes.py with random weights: speed does not depend on what the weights are."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": dict(
-        model_type="llama", hidden_size=2048, num_hidden_layers=16, intermediate_size=8192, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, vocab_size=128256, tie_word_embeddings=True,
-        rope_theta=500000.0, max_position_embeddings=131072,
-    ),
-    "llama-3b": dict(
-        model_type="llama", hidden_size=3072, num_hidden_layers=28, intermediate_size=8192, num_attention_heads=24,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, vocab_size=128256, tie_word_embeddings=True,
-        rope_theta=500000.0, max_position_embeddings=131072,
-    ),
-    "llama-8b": dict(
-        model_type="llama", hidden_size=4096, num_hidden_layers=32, intermediate_size=14336,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, vocab_size=128256,
-        tie_word_embeddings=False,
-        rope_theta=500000.0, max_position_embeddings=131072,
-    ),
-    "qwen3-0.6b": dict(
-        model_type="qwen3", hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=True,
-        rope_theta=1000000.0, max_position_embeddings=40960,
-    ),
-    "qwen2.5-1.5b": dict(
-        model_type="qwen2", hidden_size=1536, num_hidden_layers=28, intermediate_size=8960, num_attention_heads=12,
-        num_key_value_heads=2, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=True,
-        rope_theta=1000000.0, max_position_embeddings=32768,
-    ),
-    "qwen3-30b-a3b": dict(
-        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, intermediate_size=6144,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6, vocab_size=151936,
-        tie_word_embeddings=False, rope_theta=1000000.0, max_position_embeddings=40960,
-        num_experts=128, num_experts_per_tok=8,
-        decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True,
-    ),
-}  # fmt: skip
+from shapes import SHAPES
 
 
 def random_model(name: str, *, bits: int = 16) -> nn.Module:
@@ -66,6 +30,46 @@ def random_model(name: str, *, bits: int = 16) -> nn.Module:
         nn.quantize(model, group_size=64, bits=bits)
     mx.eval(model.parameters())
     return model
+
+
+def unpacked(name: str, model: nn.Module) -> nn.Module:
+    """The named shape with the packed weights of ``model`` as bfloat16."""
+    module = importlib.import_module(f"mlx_lm.models.{SHAPES[name]['model_type']}")
+    plain: nn.Module = module.Model(module.ModelArgs.from_dict(SHAPES[name]))
+    packed = dict(tree_flatten(model.parameters()))
+    groups = {path.removesuffix(".scales") for path in packed if path.endswith(".scales")}
+    layers = dict(model.named_modules())
+    made = []
+    for path, value in packed.items():
+        owner, _, part = path.rpartition(".")
+        if owner not in groups:
+            made.append((path, value))
+        elif part == "weight":
+            layer = layers[owner]
+            scales, biases = packed[f"{owner}.scales"], packed[f"{owner}.biases"]
+            array = mx.dequantize(value, scales, biases, group_size=layer.group_size, bits=layer.bits)
+            mx.eval(array)
+            made.append((path, array))
+    plain.update(tree_unflatten(made))
+    return plain
+
+
+def step_bytes(name: str, model: nn.Module, rows: int) -> int:
+    """Bytes of weights that a decode step of ``rows`` rows reads at least, on average.
+
+    An embedding that is not the head too is read by the row. Of ``E`` experts, ``k`` a row, a share of
+    ``1 - (1 - k / E) ** rows`` is read when rows choose independently and evenly.
+    """
+    config = SHAPES[name]
+    experts = config.get("num_experts", 0)
+    share = 1 - (1 - config["num_experts_per_tok"] / experts) ** rows if experts else 1.0
+    total = 0.0
+    for path, value in tree_flatten(model.parameters()):
+        if "embed_tokens" in path and not config["tie_word_embeddings"]:
+            total += value.nbytes * rows / config["vocab_size"]
+        else:
+            total += value.nbytes * (share if "switch_mlp" in path else 1.0)
+    return int(total)
 
 
 def weight_bytes(model: nn.Module) -> int:
