@@ -54,8 +54,9 @@ class ContextScratch:
         rows = min(max_num_seqs, max(1, self.nbytes // self.cost.of(1, 1, max_len)))
         return (
             f"this model computes attention itself: a forward copies its rows' contexts, "
-            f"{self.cost.of(1, 1, 1):,} bytes a token, within {self.nbytes / 2**20:,.0f} MiB: {rows} of {max_num_seqs} "
-            f"sequences of {max_len:,} tokens side by side; --max-num-seqs and --max-model-len change it"
+            f"{self.cost.of(1, 1, 1):,} bytes a token, within {self.nbytes / 2**20:,.0f} MiB: "
+            f"{rows} of {max_num_seqs} sequences of {max_len:,} tokens side by side; "
+            "--max-num-seqs and --max-model-len change it"
         )
 
 

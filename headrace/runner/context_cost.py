@@ -1,8 +1,8 @@
 """What a model that computes attention itself holds of one layer: measured, or estimated without its weights.
 
 Measured: a forward of one query over a long context whose blocks are all the same one, and one of a few more
-queries; the context is long enough that everything else disappears beside it. MLX holds more or less of it from run
-to run, so the most of some runs counts, with a margin.
+queries; the context is long enough that everything else disappears beside it. MLX holds more or less of it from
+run to run, so the most of some runs counts, with a margin.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ produce is garbage that nobody reads. Keys and values may be packed in the pool.
 
 Two readers of the pool, one per order of its axes: ``slices.py`` (head-major, CPU) and ``gather.py`` (token-major,
 GPU). Both keep what they copy and the scores they hold within ``scratch_bytes``, whatever the rows' lengths are.
-Only ``materialize``, for models that compute attention themselves, copies the whole context of all rows.
+``materialize``, for models that compute attention themselves, copies the whole context of all rows: the runner
+splits their forwards (``forward_split.py``) so that it stays within what the memory plan sets aside for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def paged_attention(
 
 
 def scratch_bytes(*, head_major: bool) -> int:
-    """What attention allocates at once beside its result, at most: a line of the memory plan."""
+    """What attention allocates at once beside its result, at most: a line of the memory plan.
+
+    Not of a model that computes attention itself (``core/context_scratch.py``).
+    """
     return slices.SCRATCH_BYTES if head_major else gather.SCRATCH_BYTES
 
 
