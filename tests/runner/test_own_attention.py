@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,9 +30,13 @@ from headrace.core.scheduler import Scheduler
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest
+from headrace.runner import build as builder
+from headrace.runner import estimate as estimate_module
 from headrace.runner.build import BuiltRunner, build_runner
+from headrace.runner.context_cost import computes_own_attention
 from headrace.runner.estimate import estimate
 from headrace.runner.forward_split import ForwardLimit
+from headrace.runner.kv_layout import read_layout
 from headrace.runner.model_runner import RunnerOptions
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -39,18 +44,20 @@ LONG, SEQS, MIB = 2500, 4, 2**20
 SCRATCH = 3 * MIB
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, scripted_folder: Callable[[str], Path]) -> Path:
-    """A tiny gemma2 checkpoint: soft-capped scores, so its code multiplies queries and keys itself."""
-    path = tmp_path_factory.mktemp("gemma2")
-    model = tiny_model("gemma2")
-    weights = dict(nn.utils.tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
-    config = {"model_type": "gemma2", "max_position_embeddings": 4096, **CONFIGS["gemma2"]}
-    (path / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # of no matter: prompts are token ids here
-        shutil.copy(scripted_folder("plain") / name, path)
-    return path
+@pytest.fixture
+def checkpoint(tmp_path: Path, scripted_folder: Callable[[str], Path]) -> Callable[[str], Path]:
+    def write(name: str) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        weights = dict(nn.utils.tree_flatten(tiny_model(name).parameters()))
+        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+        config = {"model_type": name, "max_position_embeddings": 4096, **CONFIGS[name]}
+        (path / "config.json").write_text(json.dumps(config))
+        for file in ("tokenizer.json", "tokenizer_config.json"):  # of no matter: prompts are token ids here
+            shutil.copy(scripted_folder("plain") / file, path)
+        return path
+
+    return write
 
 
 def build(folder: Path, **fields: object) -> BuiltRunner:
@@ -87,7 +94,17 @@ def serve(built: BuiltRunner, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_long_contexts_stay_within_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("single_rows", [True, False])
+def test_long_contexts_stay_within_the_plan(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, single_rows: bool
+) -> None:
+    folder = checkpoint("llama")
+
+    def choose(*args: object, wanted: RunnerOptions, **kwargs: object) -> RunnerOptions:
+        """As for models of which no part is replaced; they get arrays, which every model takes."""
+        return replace(wanted, materialize=True, compile=False, single_rows=single_rows)
+
+    monkeypatch.setattr(builder, "choose_options", choose)
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(context_scratch, "WISHED_QUERIES", 4)
     monkeypatch.setitem(context_scratch.TARGET_BYTES, "cpu", SCRATCH)
@@ -106,12 +123,23 @@ def test_long_contexts_stay_within_the_plan(folder: Path, monkeypatch: pytest.Mo
     used = mx.get_peak_memory() - before
     bound = int(plan["attention_scratch_bytes"]) + int(plan["activations_bytes"])
     assert used <= bound, f"{used:,} of {bound:,}"
-    assert found == [reference_tokens(tiny_model("gemma2"), prompt, 6) for prompt in prompts]
+    assert found == [reference_tokens(tiny_model("llama"), prompt, 6) for prompt in prompts]
     again = build(folder).ready_info.plan
     assert again["attention_scratch_bytes"] == plan["attention_scratch_bytes"], "known from the first start"
 
 
-def test_a_plan_without_weights_counts_it_too(folder: Path) -> None:
+def test_who_computes_its_own_is_seen_without_weights() -> None:
+    own = {"gemma2": True, "llama": False, "gemma3_text": False}
+    for name, expected in own.items():
+        model = tiny_model(name)
+        assert computes_own_attention(model, read_layout(model, 16)) is expected, name
+
+
+def test_a_plan_without_weights_counts_it_too(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("llama")
+    monkeypatch.setattr(estimate_module, "computes_own_attention", lambda *args: True)
     config = EngineConfig(model=str(folder), max_num_seqs=SEQS, max_model_len=LONG)
     found = estimate(describe(str(folder)), config, DeviceMemory("cpu", 1 << 34, 1 << 34, 1 << 34))
     assert found.own_attention is not None
