@@ -20,25 +20,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.paged_decode_source import CUDA_PRELUDE, METAL_PRELUDE
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES
 
 THREADS = 128
-CUDA_WRITABLE = "#define WRITABLE(type) type\n"
-METAL_WRITABLE = "#define WRITABLE(type) device type\n"
 
 # Constants W0, W1 …: elements per slot. Inputs: p0 …: pools [slots, W] (written), r0 …: rows [N, W], slots [N]
 # int32, mark [1] int32. Output: after [1] int32, zero. Grid: a block of THREADS threads per row.
 _ARRAY = """
   {{
     WRITABLE({type})* to = (WRITABLE({type})*)(p{i}) + slot * W{i};
-    for (int j = int(THREAD); j < W{i}; j += {threads}) to[j] = r{i}[row * W{i} + j];
+    for (int j = thread; j < W{i}; j += {threads}) to[j] = r{i}[row * W{i} + j];
   }}
 """
 _BODY = """
-  const long row = long(BLOCK_X);
+  const long row = long(threadgroup_position_in_grid.x);
+  const int thread = int(thread_position_in_threadgroup.x);
   const long slot = long(slots[row]);
 {arrays}
-  if (row == 0 && THREAD == 0) after[0] = 0;
+  if (row == 0 && thread == 0) after[0] = 0;
 """
 
 
@@ -53,7 +52,7 @@ class PoolStore:
 
     Args:
         make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
-        header: the matching prelude.
+        header: the matching names of ``kernel_language.py``.
     """
 
     def __init__(self, make: Callable[..., Any], header: str) -> None:
@@ -79,8 +78,8 @@ class PoolStore:
         if mx.default_device() != mx.gpu:
             return None
         if mx.metal.is_available():
-            return PoolStore(mx.fast.metal_kernel, METAL_PRELUDE + METAL_WRITABLE)
-        return PoolStore(mx.fast.cuda_kernel, CUDA_PRELUDE + CUDA_WRITABLE)
+            return PoolStore(mx.fast.metal_kernel, METAL_NAMES)
+        return PoolStore(mx.fast.cuda_kernel, CUDA_NAMES)
 
     @staticmethod
     def checked() -> PoolStore | None:

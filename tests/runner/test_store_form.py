@@ -17,7 +17,7 @@ import pytest
 
 from headrace.runner import pool_store
 from headrace.runner.attention import rotate_store
-from headrace.runner.attention.paged_decode_source import METAL_PRELUDE
+from headrace.runner.kernel_language import METAL_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 TOLERANCE = 3e-4  # float32 angles of some hundred radians
@@ -49,7 +49,7 @@ def test_stores_rows_and_nothing_else(count: int, tmp_path: Path) -> None:
     threads = pool_store.THREADS
     library = compiled(
         [
-            METAL_PRELUDE + pool_store.METAL_WRITABLE,
+            METAL_NAMES,
             "using T = float;",
             *(f"constexpr int W{i} = {width};" for i, width in enumerate(widths)),
             f"void kernel({inputs}, int* after) {{ {pool_store.store_source(count)} }}",
@@ -100,7 +100,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
     arguments = ", ".join(part.split()[-1].lstrip("*") for part in inputs.split(","))
     library = compiled(
         [
-            rotate_store.METAL_HEADER,
+            METAL_NAMES,
             "using T = float;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
             f"void kernel({inputs}) {{ {rotate_store.BODY} }}",

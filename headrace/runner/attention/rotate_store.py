@@ -16,19 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.runner.attention.paged_decode_source import CUDA_PRELUDE, METAL_PRELUDE
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES
 from headrace.runner.layer_view import LayerView
-from headrace.runner.pool_store import CUDA_WRITABLE, METAL_WRITABLE
-
-CUDA_HEADER = (
-    CUDA_PRELUDE + CUDA_WRITABLE + "#define COS(x) cosf(x)\n#define SIN(x) sinf(x)\n#define RSQRT(x) rsqrtf(x)\n"
-)
-METAL_HEADER = (
-    METAL_PRELUDE
-    + METAL_WRITABLE
-    + "#define COS(x) metal::precise::cos(x)\n#define SIN(x) metal::precise::sin(x)\n"
-    + "#define RSQRT(x) metal::precise::rsqrt(x)\n"
-)
 
 # Constants: T, D head size, THREADS (D rounded up to whole warps), H and KV heads, ROT rotated elements,
 # PAIRS (1: neighbours rotate together, 0: halves), NORM (1: query and key heads are normalized).
@@ -38,9 +27,9 @@ METAL_HEADER = (
 BODY = """
   SHARED float values[THREADS];
   SHARED float sums[THREADS / 32];
-  const int i = int(THREAD);
-  const int head = int(BLOCK_X);
-  const int row = int(BLOCK_Y);
+  const int i = int(thread_position_in_threadgroup.x);
+  const int head = int(threadgroup_position_in_grid.x);
+  const int row = int(threadgroup_position_in_grid.y);
   const bool holds = i < D;
   const bool rotates = head < H + KV;
   float x = holds ? float(qkv[(row * (H + 2 * KV) + head) * D + i]) : 0.0f;
@@ -110,7 +99,7 @@ class RotateAndStore:
 
     Args:
         make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
-        header: the matching prelude.
+        header: the matching names of ``kernel_language.py``.
     """
 
     def __init__(self, make: Callable[..., Any], header: str) -> None:
@@ -139,8 +128,8 @@ class RotateAndStore:
         if mx.default_device() != mx.gpu:
             return None
         if mx.metal.is_available():
-            return RotateAndStore(mx.fast.metal_kernel, METAL_HEADER)
-        return RotateAndStore(mx.fast.cuda_kernel, CUDA_HEADER)
+            return RotateAndStore(mx.fast.metal_kernel, METAL_NAMES)
+        return RotateAndStore(mx.fast.cuda_kernel, CUDA_NAMES)
 
     @staticmethod
     def supports(spec: RotarySpec, view: LayerView) -> bool:
