@@ -26,7 +26,9 @@ import headrace
 from headrace.api import admin, models, tokens
 from headrace.api.anthropic import routes as anthropic
 from headrace.api.anthropic.schema import MessagesFields, PromptFields
-from headrace.api.auth import AuthMiddleware
+from headrace.api.auth import OPEN_PATHS, AuthMiddleware
+from headrace.api.dashboard import feed
+from headrace.api.dashboard.pages import add_pages, read_files
 from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
 from headrace.api.embeddings import routes as embeddings
 from headrace.api.embeddings.models import make_text_models
@@ -40,6 +42,8 @@ from headrace.api.responses.schema import ResponseFields
 from headrace.api.responses.store import ResponseStore
 from headrace.api.services import Services
 from headrace.config import GenerationDefaults, ServerConfig
+from headrace.gateway.latencies import WatchedMetrics
+from headrace.gateway.live import Live
 from headrace.gateway.pipeline import Pipeline
 from headrace.gateway.prompt_run import PipelineLimits
 from headrace.gateway.service import EngineClient, RequestMetrics
@@ -75,6 +79,7 @@ ROUTES: tuple[tuple[str, str, Handler, type | None], ...] = (
     ("GET", "/ready", admin.ready, None),
     ("GET", "/metrics", admin.metrics, None),
     ("GET", "/v1/status", admin.status, None),
+    ("GET", "/v1/status/events", feed.status_events, None),
     ("GET", "/v1/cache/stats", admin.cache_stats, None),
     ("POST", "/v1/models/reload", admin.reload, None),
     ("DELETE", "/v1/cache", admin.clear_cache, None),
@@ -114,7 +119,9 @@ def create_app(
         if schema is not None:
             schemas.append(schema)
     _document(app, schemas)
-    app.add_middleware(AuthMiddleware, config=config)
+    pages = read_files()
+    add_pages(app, pages)
+    app.add_middleware(AuthMiddleware, config=config, open_paths=OPEN_PATHS | pages.keys())
     app.add_middleware(ErrorBoundary, metrics=metrics)
     if config.cors_origins:
         app.add_middleware(
@@ -135,6 +142,7 @@ def make_services(
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient],
 ) -> Services:
+    watched = WatchedMetrics(metrics)
     limits = PipelineLimits(
         queue_timeout_s=config.queue_timeout_s,
         progress_timeout_s=config.progress_timeout_s,
@@ -142,14 +150,15 @@ def make_services(
     )
     defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
     isolate_keys = config.prefix_isolation == "key"
-    pipeline = Pipeline(engine, text.tokenizer, metrics, limits, isolate_keys=isolate_keys)
+    pipeline = Pipeline(engine, text.tokenizer, watched, limits, isolate_keys=isolate_keys)
     store = ResponseStore(config.response_store_file, config.response_store_mb * 1024 * 1024)
     store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
-    text_models = make_text_models(config, engine, text, metrics, limits, sides)
+    text_models = make_text_models(config, engine, text, watched, limits, sides)
     check = GrammarCheck(text)
-    return Services(config, engine, text, metrics, pipeline, defaults, parsers, store, check, text_models)
+    live = Live(engine, watched)
+    return Services(config, engine, text, watched, pipeline, defaults, parsers, store, check, text_models, live)
 
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler, schema: type | None) -> None:

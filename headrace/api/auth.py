@@ -1,4 +1,4 @@
-"""Who may come in: API keys for everything but the two probes, and a rate per key.
+"""Who may come in: API keys for everything but the two probes and the dashboard's files, and a rate per key.
 
 Checked before routing, so a path that does not exist, is misspelled or has another case asks for the key like any
 other. Keys are compared as digests in constant time, all of them, whichever matches.
@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -82,11 +82,12 @@ class RateLimiter:
 class AuthMiddleware:
     """Lets a request pass with its key noted in the scope, or raises its ``RequestError``."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = KeyRing(config.api_keys)
         self._limiter = RateLimiter(config.rate_limit_per_min)
-        self._open_paths = OPEN_PATHS | {config.root_path.rstrip("/") + path for path in OPEN_PATHS}
+        prefix = config.root_path.rstrip("/")
+        self._open_paths = open_paths | {prefix + path for path in open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:

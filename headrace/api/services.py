@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from headrace.api.dashboard.watchers import Watchers
 from headrace.api.embeddings.models import TextModels
 from headrace.api.fields import shown
 from headrace.api.grammar_check import GrammarCheck
@@ -16,6 +17,7 @@ from headrace.api.responses.running import RunningResponses
 from headrace.api.responses.store import ResponseStore
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.errors import InternalFault, ModelNotFound
+from headrace.gateway.live import Live
 from headrace.gateway.pipeline import Pipeline
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text.model_text import ModelText
@@ -35,12 +37,19 @@ class Services:
     responses: ResponseStore
     grammars: GrammarCheck
     text_models: TextModels
+    live: Live
+    watchers: Watchers = field(default_factory=Watchers)
     running_responses: RunningResponses = field(default_factory=RunningResponses)
     started_at: float = field(default_factory=time.time)
 
     def model_limits(self) -> ModelLimits:
         """``NotReady`` until a worker has told its limits."""
         return model_limits(self.engine.state(), self.text.tokenizer.vocab_size)
+
+    def pipelines(self) -> list[tuple[str, Pipeline]]:
+        """Every pipeline that requests may be in, with its model's name."""
+        name, models = self.config.served_model_names[0], self.text_models
+        return [(name, self.pipeline), (name, models.main.pipeline), *models.side_pipelines]
 
     def served_name(self, name: str | None) -> str:
         """The name an answer carries: the one that was asked for, or the first when none was."""

@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 
 from headrace.gateway.events import Event, Usage
-from headrace.gateway.prompt_run import PipelineLimits, PromptRun, RunServices
+from headrace.gateway.prompt_run import PHASES, Phase, PipelineLimits, PromptRun, RunServices
 from headrace.gateway.sequence_text import TextOptions
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.params import SamplingParams
@@ -58,6 +58,27 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     received_at: float
 
 
+class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be shown of a request in flight: counts and times, nothing of what it says.
+
+    Attributes:
+        phase: of the prompt that is furthest.
+        prompt_tokens, cached_tokens, output_tokens: of all prompts and sequences.
+        max_output_tokens: ``output_tokens`` at most.
+        sequences: of all prompts.
+        age_s: since it was received.
+    """
+
+    id: str
+    phase: Phase
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_output_tokens: int
+    sequences: int
+    age_s: float
+
+
 class Pipeline:
     """Runs requests on one engine and knows those in flight.
 
@@ -97,7 +118,7 @@ class Pipeline:
                     PromptRun(engine_request, first_index, request.text, request.received_at, self._shared)
                 )
             await _all_accepted(runs)
-            generation = Generation(runs, self._shared.engine)
+            generation = Generation(request.id, runs, self._shared.engine)
             self._running[request.id] = generation
             yield generation
         finally:
@@ -113,11 +134,16 @@ class Pipeline:
         generation.cancel()
         return True
 
+    def open_requests(self, key: str) -> list[OpenRequest]:
+        """Those that ``cancel`` would find with this key, oldest first."""
+        return [generation.shown() for generation in self._running.values() if generation.key == key]
+
 
 class Generation:
     """A request that the engine has taken in. ``events`` may be iterated once."""
 
-    def __init__(self, runs: list[PromptRun], engine: EngineClient) -> None:
+    def __init__(self, request_id: str, runs: list[PromptRun], engine: EngineClient) -> None:
+        self._id = request_id
         self._runs = runs
         self._engine = engine
         self.key = runs[0].request.key
@@ -125,6 +151,19 @@ class Generation:
     def cancel(self) -> None:
         for run in self._runs:
             self._engine.abort(run.request.id)
+
+    def shown(self) -> OpenRequest:
+        runs = self._runs
+        return OpenRequest(
+            id=self._id,
+            phase=max((run.phase for run in runs), key=PHASES.index),
+            prompt_tokens=sum(len(run.request.prompt_token_ids) for run in runs),
+            cached_tokens=sum(run.cached_tokens for run in runs),
+            output_tokens=sum(run.completion_tokens for run in runs),
+            max_output_tokens=sum(run.request.n * run.request.params.max_tokens for run in runs),
+            sequences=sum(run.request.n for run in runs),
+            age_s=max(run.age_s for run in runs),
+        )
 
     async def events(self) -> AsyncGenerator[list[Event], None]:
         """All events, a ``Usage`` last; raises the ``RequestError`` that ends the request early."""

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +23,9 @@ from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prom
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.request import EngineRequest, FinishReason, SequenceOutput
 from headrace.text.tokenizer import Tokenizer
+
+Phase = Literal["waiting", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("waiting", "prefill", "decode")
 
 
 class PipelineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +99,18 @@ class PromptRun:
     @property
     def reasoning_tokens(self) -> int:
         return sum(sequence.reasoning_tokens for sequence in self._sequences)
+
+    @property
+    def phase(self) -> Phase:
+        """As far as its outputs tell: one that was preempted, or waits for a new worker, keeps its phase."""
+        if self._started_at is None:
+            return "waiting"
+        return "prefill" if self._first_token_at is None else "decode"
+
+    @property
+    def age_s(self) -> float:
+        """Since the HTTP request came."""
+        return time.monotonic() - self._received_at
 
     async def accepted(self) -> None:
         try:

@@ -66,6 +66,16 @@ class TextModels:
         return found
 
     @property
+    def side_pipelines(self) -> list[tuple[str, Pipeline]]:
+        """Requests of the models beside the main one, by name."""
+        found: list[tuple[str, Pipeline]] = []
+        if self.side_embedding is not None:
+            found.append((self.side_embedding[0], self.side_embedding[1].pipeline))
+        if self.side_reranker is not None:
+            found.append((self.side_reranker[0], self.side_reranker[1].model.pipeline))
+        return found
+
+    @property
     def names(self) -> list[str]:
         """Every name that a request may give, the main model's first."""
         return list(dict.fromkeys((*self.main_names, *self.side_engines)))
