@@ -1,11 +1,13 @@
 """Names that kernels of one source use, for CUDA and for Metal.
 
-A body names ``threadgroup_position_in_grid`` and ``thread_position_in_threadgroup`` itself: MLX gives a Metal kernel
-only the positions that it finds in the body's text. Pools that are written are inputs; ``WRITABLE`` is what their
-pointers are cast to. The Metal names have not been run on Metal.
+A body names ``threadgroup_position_in_grid`` and ``thread_position_in_threadgroup`` itself: MLX gives a kernel on
+Metal only the positions that it finds in the body's text. Pools that are written are inputs; ``WRITABLE`` is what
+their pointers are cast to. The Metal names have not been run on Metal.
 """
 
 from __future__ import annotations
+
+import re
 
 CUDA_NAMES = """
 #define SHARED __shared__
@@ -28,3 +30,9 @@ METAL_NAMES = """
 #define SIN(x) metal::precise::sin(x)
 #define RSQRT(x) metal::precise::rsqrt(x)
 """
+
+
+def compact(source: str) -> str:
+    """``source`` without comments and indentation: MLX hashes a kernel's whole text each time it is used."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line) + "\n"

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact
 
 THREADS = 128
 
@@ -66,7 +66,7 @@ class PoolStore:
                     "mark",
                 ],
                 output_names=["after"],
-                source=store_source(count),
+                source=compact(store_source(count)),
                 header=header,
             )
             for count in (2, 4)

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact
 from headrace.runner.layer_view import LayerView
 
 # Constants: T, D head size, THREADS (D rounded up to whole warps), H and KV heads, ROT rotated elements,
@@ -118,7 +118,7 @@ class RotateAndStore:
                 "mark",
             ],
             output_names=["queries", "after"],
-            source=BODY,
+            source=compact(BODY),
             header=header,
         )
 
