@@ -1,23 +1,27 @@
 """At start on a device: is the decode kernel right here, and is it faster than the reference?
 
-Random pools of the model's own layer shapes, rows of different lengths through shuffled block tables. The
-kernel is used when its outputs match the reference's and it takes less time; otherwise the reference is, and the
-reason is logged and shown. Kernels only read, so a wrong one harms nothing before it is found.
+Every distinct form that the model's layers will use (packed or not, widths, window) runs over random pools, rows
+of different lengths through shuffled block tables. The kernel is used when its outputs match the reference's and
+it takes less time over all layers; otherwise the reference is, and the reason is logged and shown. Kernels only
+read, so a wrong one harms nothing before it is found.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.paged_decode import PagedDecodeKernel
+from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal
 from headrace.runner.attention.reference import paged_attention
+from headrace.runner.kv_layout import ModelLayout
+from headrace.runner.kv_packing import VectorPacking
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.timing import best_seconds
 
 # Largest difference of an output of unit scale, by bytes of the dtype.
 TOLERANCE = {4: 2e-3, 2: 3e-2}
@@ -31,66 +35,133 @@ class KernelChoice:
     note: str
 
 
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What makes one layer's attention differ from another's."""
+
+    layer: LayerShape
+    heads: int
+    window: int | None
+
+    def __str__(self) -> str:
+        layer = self.layer
+        widths = f"{layer.key_dim}" if layer.key_dim == layer.value_dim else f"{layer.key_dim}/{layer.value_dim}"
+        packed = "" if layer.bits is None else f", int{layer.bits}"
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{self.heads} heads over {layer.kv_heads} of {widths}{packed}{window}"
+
+
 def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size: int) -> KernelChoice:
     """Check and time the device's kernel on one layer's shape with ``heads`` query heads."""
-    if layer.bits is not None:
-        return KernelChoice(None, "reference attention: the kernel does not read packed KV")
+    return _choose({LayerForm(replace(layer, group=0), heads, window): 1}, block_size)
+
+
+def choose_model_kernel(found: ModelLayout, heads: int) -> KernelChoice:
+    """The same over all layers of a model; those without KV of their own are left out."""
+    forms = Counter(
+        LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), found.layout.groups[layer.group].window)
+        for layer in found.layers
+        if layer.key_dim > 1
+    )
+    return _choose(forms, found.layout.block_size)
+
+
+def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
+    """``forms``: how many layers have each."""
+    form = None
     try:
         kernel = PagedDecodeKernel.for_device()
         if kernel is None:
             return KernelChoice(None, "reference attention: no kernel for this device")
-        lengths = [1, block_size, block_size + 1, 5 * block_size - 3, 900, 33, 700, 1]
-        queries, view = random_case(layer, heads, lengths, block_size, window)
-        if not kernel.supports(queries, view):
-            return KernelChoice(
-                None, f"reference attention: head size {layer.key_dim} is not one the kernel takes"
-            )
-        scale = layer.key_dim**-0.5
-        expected = paged_attention(queries, view, scale, window).astype(mx.float32)
-        got = kernel(queries, view, scale, window).astype(mx.float32)
-        worst = float(np.array(mx.max(mx.abs(expected - got))))
-        if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
-            return KernelChoice(None, f"reference attention: the kernel's outputs differ by {worst:.3g} here")
-        own = _seconds(lambda: kernel(queries, view, scale, window))
-        reference = _seconds(lambda: paged_attention(queries, view, scale, window))
+        own = reference = 0.0
+        for form, count in forms.items():
+            wrong = _fault(kernel, form, block_size)
+            if wrong is not None:
+                return KernelChoice(None, f"reference attention: {wrong}")
+            times = _times(kernel, form, block_size)
+            own, reference = own + count * times[0], reference + count * times[1]
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, the reference can serve.
-        return KernelChoice(None, f"reference attention: the kernel failed: {str(error).splitlines()[0][:160]}")
+        what = str(error).strip() or type(error).__name__
+        return KernelChoice(None, f"reference attention: the kernel failed ({form}): {what.splitlines()[0][:160]}")
+    layers = sum(forms.values())
+    own, reference = own / layers * 1e6, reference / layers * 1e6
+    described = "; ".join(str(form) for form in forms)
     if own > reference:
         return KernelChoice(
-            None, f"reference attention: faster here ({reference * 1e6:.0f} against {own * 1e6:.0f} us)"
+            None, f"reference attention: faster here ({reference:.0f} against {own:.0f} us a layer; {described})"
         )
-    return KernelChoice(kernel, f"paged decode kernel ({own * 1e6:.0f} us, reference {reference * 1e6:.0f} us)")
+    return KernelChoice(
+        kernel, f"paged decode kernel ({own:.0f} us a layer, reference {reference:.0f}; {described})"
+    )
+
+
+def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str | None:
+    """Why the kernel cannot serve ``form``: it does not take it, or it is wrong here."""
+    layer = form.layer
+    reason = refusal(layer)
+    if reason is not None:
+        return reason
+    if form.heads % layer.kv_heads:
+        return f"{form.heads} query heads cannot share {layer.kv_heads} KV heads evenly"
+    # Few rows split the context, many do not: both kernels of the form run.
+    mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 900, 33, 700, 1]
+    for lengths in (mixed, [1 + 37 * row % 211 for row in range(96)]):
+        queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
+        scale = layer.key_dim**-0.5
+        expected = paged_attention(queries, view, scale, form.window).astype(mx.float32)
+        got = kernel(queries, view, scale, form.window).astype(mx.float32)
+        worst = float(np.array(mx.max(mx.abs(expected - got))))
+        if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
+            return f"the kernel's outputs differ by {worst:.3g} here ({form})"
+    return None
+
+
+def _times(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> tuple[float, float]:
+    """Seconds of the kernel and of the reference."""
+    lengths = [1, 200, 350, 640, 900, 33, 700, 1]
+    queries, view = random_case(form.layer, form.heads, lengths, block_size, form.window)
+    scale = form.layer.key_dim**-0.5
+    return (
+        best_seconds(lambda: kernel(queries, view, scale, form.window)),
+        best_seconds(lambda: paged_attention(queries, view, scale, form.window)),
+    )
 
 
 def random_case(
     layer: LayerShape,
     heads: int,
-    lengths: list[int],
+    lengths: Sequence[int],
     block_size: int,
     window: int | None,
     *,
     seed: int = 0,
 ) -> tuple[mx.array, LayerView]:
-    """Queries ``[B, heads, 1, D]`` and a view of a random pool whose rows have ``lengths`` positions."""
+    """Queries ``[B, heads, 1, key_dim]`` and a view of a random pool whose rows have ``lengths`` positions.
+
+    A window leaves out the blocks behind it, as the scheduler does.
+    """
     rng = np.random.default_rng(seed)
-    counts = [-(-length // block_size) for length in lengths]
-    shape = LayerShape(0, layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
-    pool = KVPool([shape], [sum(counts) + 1], block_size, head_major=False)
+    firsts = [0 if window is None else max(0, length - window) // block_size * block_size for length in lengths]
+    counts = [-(-(length - first) // block_size) for length, first in zip(lengths, firsts, strict=True)]
+    pool = KVPool([replace(layer, group=0)], [sum(counts) + 1], block_size, head_major=False)
     keys = mx.random.split(mx.random.key(seed), 3)
-    pool.keys[0] = mx.random.normal(pool.keys[0].shape, layer.dtype, key=keys[0])
-    pool.values[0] = mx.random.normal(pool.values[0].shape, layer.dtype, key=keys[1])
+    slots = (sum(counts) + 1) * block_size
+    pool.keys[0], pool.key_affine[0] = _random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
+    pool.values[0], pool.value_affine[0] = _random_vectors(
+        layer, slots, layer.value_dim, layer.value_packing, keys[1]
+    )
     ids = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
     tables = np.zeros((len(lengths), max(counts)), np.int32)
     for row, count in enumerate(counts):
         tables[row, :count], ids = ids[:count], ids[count:]
-    ends = mx.array(lengths, mx.int32)
+    ends = mx.array(list(lengths), mx.int32)
     group = GroupBatch(
         window,
         mx.zeros(len(lengths), mx.int32),
-        firsts=[0] * len(lengths),
+        firsts=firsts,
         tables=mx.array(tables),
-        bases=mx.zeros(len(lengths), mx.int32),
+        bases=mx.array(firsts, mx.int32),
     )
     batch = ForwardBatch(
         offsets=ends - 1, ends=ends, starts=[n - 1 for n in lengths], lengths=[1] * len(lengths), groups=[group]
@@ -99,11 +170,12 @@ def random_case(
     return queries, LayerView(pool, 0, batch)
 
 
-def _seconds(run: Callable[[], mx.array], rounds: int = 5, repeat: int = 20) -> float:
-    mx.eval([run() for _ in range(3)])
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        mx.eval([run() for _ in range(repeat)])
-        best = min(best, (time.perf_counter() - start) / repeat)
-    return best
+def _random_vectors(
+    layer: LayerShape, slots: int, dim: int, packing: VectorPacking | None, key: mx.array
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """One pool array and what belongs to a packed one."""
+    x = mx.random.normal((slots, layer.kv_heads, dim), layer.dtype, key=key)
+    if packing is None:
+        return x, ()
+    packed = packing.pack(x)
+    return packed.codes, (packed.scales, packed.biases)

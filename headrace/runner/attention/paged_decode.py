@@ -1,7 +1,7 @@
 """Paged decode attention by a kernel of our own, on CUDA and Metal: reads the pools in place, gathers nothing.
 
-Same contract as ``reference.paged_attention`` for one query per row over token-major pools. Which shapes the
-kernel takes is ``supports``; everything else goes to the reference. See ``paged_decode_source.py``.
+Same contract as ``reference.paged_attention`` for one query per row over token-major pools, packed ones too. Which
+shapes the kernel takes is ``supports``; everything else goes to the reference. See ``paged_decode_source.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.runner.attention import paged_decode_source as source
+from headrace.runner.kv_packing import scale_dtype
+from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import LayerView
 
 # Thread blocks that keep a large GPU busy; the context is split until there are about this many.
@@ -20,22 +22,82 @@ BUSY_BLOCKS = 512
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
 MAX_QUERIES_PER_BLOCK = 8
+# Widest key or value vector: beyond it one query alone fills the registers.
+MAX_WIDTH = 1024
+# Floats per thread for queries and outputs. Threads of an Apple GPU have half the registers of CUDA's.
+CUDA_FLOATS = 128
+METAL_FLOATS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """Constants of one compiled form of the kernel."""
+class Form:
+    """Constants of one compiled form of the kernel, for one layer's shape and number of query heads."""
 
-    head_dim: int
-    kv_heads: int
-    queries: int
+    layer: LayerShape
+    heads: int
+    block_size: int
+    lanes: int
     queries_per_block: int
-    splits: int
+    batch: int
+    has_sinks: bool
+    has_softcap: bool
+
+    @staticmethod
+    def of(
+        layer: LayerShape, heads: int, block_size: int, floats: int, *, has_sinks: bool, has_softcap: bool
+    ) -> Form:
+        """``floats``: per thread, for queries and outputs."""
+        lanes = _lanes(layer.key_dim, layer.value_dim)
+        pieces = _pieces(layer.key_dim, lanes) + _pieces(layer.value_dim, lanes)
+        most = min(MAX_QUERIES_PER_BLOCK, max(1, floats // (8 * pieces)))
+        queries = heads // layer.kv_heads
+        per_block = max(part for part in range(1, most + 1) if queries % part == 0)
+        # Tokens in flight per lane group: as many as the registers hold beside the queries and outputs.
+        width = 8 if layer.bits is None and layer.dtype == mx.float32 else 4
+        batch = 4 if 4 * (width * pieces + per_block) <= (CUDA_FLOATS - per_block * pieces * 8) // 2 + 32 else 2
+        return Form(layer, heads, block_size, lanes, per_block, batch, has_sinks, has_softcap)
 
     @property
-    def lanes(self) -> int:
-        """Lanes that hold one token's head vector, a power of two."""
-        return 1 << (self.head_dim // 8 - 1).bit_length()
+    def template(self) -> list[tuple[str, Any]]:
+        layer = self.layer
+        constants: list[tuple[str, Any]] = [
+            ("T", layer.dtype),
+            ("DK", layer.key_dim),
+            ("DV", layer.value_dim),
+            ("G", self.heads // layer.kv_heads),
+            ("GT", self.queries_per_block),
+            ("KV", layer.kv_heads),
+            ("BS", self.block_size),
+            ("LP", self.lanes),
+            ("U", self.batch),
+            ("HAS_SINKS", int(self.has_sinks)),
+            ("HAS_SOFTCAP", int(self.has_softcap)),
+        ]
+        key, value = layer.key_packing, layer.value_packing
+        if key is not None and value is not None:
+            constants += [("S", scale_dtype(layer.dtype)), ("GK", key.group_size), ("GV", value.group_size)]
+        return constants
+
+    @property
+    def combine_template(self) -> list[tuple[str, Any]]:
+        return [
+            ("T", self.layer.dtype),
+            ("DV", self.layer.value_dim),
+            ("H", self.heads),
+            ("HAS_SINKS", int(self.has_sinks)),
+        ]
+
+    def splits(self, rows: int, context: int) -> int:
+        """How often ``context`` positions are split, for enough blocks."""
+        blocks = rows * self.heads // self.queries_per_block
+        most = max(1, min(MAX_SPLITS, context // MIN_SPLIT_TOKENS))
+        return min(most, max(1, -(-BUSY_BLOCKS // blocks)))
+
+
+def input_names(bits: int | None) -> list[str]:
+    """Of the decode kernel over a pool that is packed to ``bits``, or not."""
+    pools = ["k", "v"] if bits is None else ["k", "ks", "kb", "v", "vs", "vb"]
+    return ["q", *pools, "tables", "bases", "ends", "sizes", "params", "sinks", "mark"]
 
 
 class PagedDecodeKernel:
@@ -44,24 +106,25 @@ class PagedDecodeKernel:
     Args:
         make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
         prelude: the matching prelude.
+        floats: per thread, for queries and outputs.
     """
 
-    def __init__(self, make: Callable[..., Any], prelude: str) -> None:
-        inputs = ["q", "k", "v", "tables", "bases", "ends", "sizes", "params", "sinks"]
-        self._whole = make(
-            name="paged_decode",
-            input_names=inputs,
-            output_names=["out"],
-            source=source.DECODE_BODY,
-            header=prelude + "#define WHOLE\n",
-        )
-        self._split = make(
-            name="paged_decode_split",
-            input_names=inputs,
-            output_names=["part_out", "stats"],
-            source=source.DECODE_BODY,
-            header=prelude,
-        )
+    def __init__(self, make: Callable[..., Any], prelude: str, floats: int) -> None:
+        self._floats = floats
+        self._whole: dict[int | None, Any] = {}
+        self._split: dict[int | None, Any] = {}
+        for bits in (None, 8, 4):
+            name = f"paged_decode_{bits or 'plain'}"
+            common = {"input_names": input_names(bits), "source": source.DECODE_BODY}
+            self._whole[bits] = make(
+                name=name, output_names=["out"], header=prelude + source.defines(bits, whole=True), **common
+            )
+            self._split[bits] = make(
+                name=f"{name}_split",
+                output_names=["part_out", "stats"],
+                header=prelude + source.defines(bits, whole=False),
+                **common,
+            )
         self._combine = make(
             name="paged_decode_combine",
             input_names=["parts", "stats", "sizes", "sinks"],
@@ -76,8 +139,8 @@ class PagedDecodeKernel:
         if mx.default_device() != mx.gpu:
             return None
         if mx.metal.is_available():
-            return PagedDecodeKernel(mx.fast.metal_kernel, source.METAL_PRELUDE)
-        return PagedDecodeKernel(mx.fast.cuda_kernel, source.CUDA_PRELUDE)
+            return PagedDecodeKernel(mx.fast.metal_kernel, source.METAL_PRELUDE, METAL_FLOATS)
+        return PagedDecodeKernel(mx.fast.cuda_kernel, source.CUDA_PRELUDE, CUDA_FLOATS)
 
     @staticmethod
     def supports(queries: mx.array, view: LayerView) -> bool:
@@ -86,12 +149,9 @@ class PagedDecodeKernel:
         return (
             queries.shape[2] == 1
             and not view.pool.head_major
-            and layer.bits is None
-            and layer.bits is None
-            and layer.key_dim == layer.value_dim
-            and layer.key_dim % 8 == 0
-            and layer.key_dim <= 256
+            and refusal(layer) is None
             and queries.dtype == layer.dtype
+            and queries.shape[1] % layer.kv_heads == 0
         )
 
     def __call__(
@@ -103,75 +163,92 @@ class PagedDecodeKernel:
         sinks: mx.array | None = None,
         softcap: float = 0.0,
     ) -> mx.array:
-        """Attention of ``queries [B, H, 1, D]``; returns ``[B, H, 1, D]``."""
-        layer = view.pool.layers[view.layer]
-        rows, heads, _, dim = queries.shape
+        """Attention of ``queries [B, H, 1, key_dim]``; returns ``[B, H, 1, value_dim]``.
+
+        ``softcap``: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+        """
+        pool, layer = view.pool, view.pool.layers[view.layer]
+        rows, heads = queries.shape[:2]
+        flags = {"has_sinks": sinks is not None, "has_softcap": softcap > 0}
+        form = Form.of(layer, heads, pool.block_size, self._floats, **flags)
         tables = view.group.tables
-        assert tables is not None and view.group.bases is not None
-        context = tables.shape[1] * view.pool.block_size
-        shape = _shape(rows, heads, layer.kv_heads, dim, context if window is None else min(context, window))
-        sizes = mx.array([tables.shape[1], shape.splits, window or 0], mx.int32)
+        assert tables is not None
+        context = tables.shape[1] * pool.block_size
+        splits = form.splits(rows, context if window is None else min(context, window))
+        sizes = mx.array([tables.shape[1], splits, window or 0], mx.int32)
         sink_values = mx.zeros((1,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-        constants = [
-            ("T", queries.dtype),
-            ("D", dim),
-            ("G", shape.queries),
-            ("GT", shape.queries_per_block),
-            ("KV", layer.kv_heads),
-            ("BS", view.pool.block_size),
-            ("HAS_SINKS", int(sinks is not None)),
-            ("LP", shape.lanes),
-        ]
-        inputs = [
-            queries.reshape(rows, heads, dim),
-            view.pool.keys[view.layer],
-            view.pool.values[view.layer],
-            tables,
-            view.group.bases,
-            view.batch.ends,
-            sizes,
-            mx.array([scale, softcap], mx.float32),
-            sink_values,
-        ]
         threads = source.WARPS * 32
         launch = {
-            "inputs": inputs,
-            "template": constants,
-            "grid": (shape.splits * threads, heads // shape.queries_per_block, rows),
+            "inputs": [
+                queries.reshape(rows, heads, layer.key_dim),
+                *_read(view),
+                sizes,
+                mx.array([scale, softcap], mx.float32),
+                sink_values,
+                _mark(pool, view.layer),
+            ],
+            "template": form.template,
+            "grid": (splits * threads, heads // form.queries_per_block, rows),
             "threadgroup": (threads, 1, 1),
         }
-        if shape.splits == 1:
-            whole = {"output_shapes": [(rows, heads, dim)], "output_dtypes": [queries.dtype]}
-            out: mx.array = self._whole(**launch, **whole)[0]
+        result = {"output_shapes": [(rows, heads, layer.value_dim)], "output_dtypes": [layer.dtype]}
+        if splits == 1:
+            out: mx.array = self._whole[layer.bits](**launch, **result)[0]
         else:
-            per_split = [(rows, heads, shape.splits, dim), (rows, heads, shape.splits, 2)]
-            parts = self._split(output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch)
-            out = self._combined(parts, sizes, sink_values, queries, sinks is not None)
+            per_split = [(rows, heads, splits, layer.value_dim), (rows, heads, splits, 2)]
+            parts = self._split[layer.bits](
+                output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch
+            )
+            out = self._combine(
+                inputs=[*parts, sizes, sink_values],
+                template=form.combine_template,
+                grid=(layer.value_dim, heads, rows),
+                threadgroup=(layer.value_dim, 1, 1),
+                **result,
+            )[0]
         return out[:, :, None]
 
-    def _combined(
-        self, parts: list[mx.array], sizes: mx.array, sinks: mx.array, queries: mx.array, has_sinks: bool
-    ) -> mx.array:
-        rows, heads, _, dim = queries.shape
-        out: mx.array = self._combine(
-            inputs=[*parts, sizes, sinks],
-            template=[
-                ("T", queries.dtype),
-                ("D", dim),
-                ("H", heads),
-                ("HAS_SINKS", int(has_sinks)),
-            ],
-            grid=(dim, heads, rows),
-            threadgroup=(dim, 1, 1),
-            output_shapes=[(rows, heads, dim)],
-            output_dtypes=[queries.dtype],
-        )[0]
-        return out
+
+def refusal(layer: LayerShape) -> str | None:
+    """Why the kernel cannot read this layer's pool; None: it can."""
+    for name, width in (("key", layer.key_dim), ("value", layer.value_dim)):
+        if width % 8 or width > MAX_WIDTH:
+            return f"{name} vectors of {width} elements: the kernel takes multiples of 8 up to {MAX_WIDTH}"
+    if layer.dtype not in (mx.float16, mx.bfloat16, mx.float32):
+        return f"the kernel does not read {layer.dtype}"
+    return None
 
 
-def _shape(rows: int, heads: int, kv_heads: int, dim: int, context: int) -> _Shape:
-    queries = heads // kv_heads
-    per_block = max(part for part in range(1, MAX_QUERIES_PER_BLOCK + 1) if queries % part == 0)
-    blocks = rows * kv_heads * (queries // per_block)
-    most = max(1, min(MAX_SPLITS, context // MIN_SPLIT_TOKENS))
-    return _Shape(dim, kv_heads, queries, per_block, min(most, max(1, -(-BUSY_BLOCKS // blocks))))
+def _lanes(key_dim: int, value_dim: int) -> int:
+    """Lanes that read one token: the power of two that leaves least of them idle, with few pieces a lane."""
+    choices = [
+        lanes
+        for lanes in (32, 16, 8, 4, 2, 1)
+        if lanes == 32 or _pieces(key_dim, lanes) + _pieces(value_dim, lanes) <= 3
+    ]
+    return min(choices, key=lambda lanes: lanes * (_pieces(key_dim, lanes) + _pieces(value_dim, lanes)))
+
+
+def _pieces(dim: int, lanes: int) -> int:
+    """Pieces of 8 elements that a lane reads of a vector."""
+    return -(-dim // (8 * lanes))
+
+
+def _read(view: LayerView) -> list[mx.array]:
+    """What the kernel reads of a view, in the order of its inputs."""
+    pool, index, group = view.pool, view.layer, view.group
+    assert group.tables is not None and group.bases is not None
+    return [
+        pool.keys[index],
+        *pool.key_affine[index],
+        pool.values[index],
+        *pool.value_affine[index],
+        group.tables,
+        group.bases,
+        view.batch.ends,
+    ]
+
+
+def _mark(pool: KVPool, layer: int) -> mx.array:
+    """What the kernel has to wait for besides its inputs: writes in place, where a pool has them."""
+    return pool.marks[layer] if pool.marks else mx.zeros((1,), mx.int32)

@@ -4,85 +4,139 @@ Algorithm (split over the context as in Flash-Decoding, Dao et al. 2023; online 
 2018):
 
     grid      one thread block per (split of the context, KV head and part of its queries, row)
-    block     WARPS warps; a lane group of LP lanes holds one token's head vector, 8 values a lane
-    tile      scores of TILE tokens to shared memory; their maximum and exponentials; then the sum over values
-    split     partial output, maximum and sum per query; a second kernel combines the splits
+    block     WARPS warps that meet only at the end; a lane group of LP lanes reads one token, a lane 8 elements of
+              it at a time
+    batch     a lane group reads keys and values of U tokens at once (loads in flight are what reaches the
+              bandwidth), sums the products over its lanes and goes on with its own maximum, sum and output
+    end       lane groups and warps combine by their maxima; a second kernel combines the splits
 
-K and V are read once for the GT queries that share a KV head (up to 8). Positions come from the row's own bounds,
-so splits of a short row next to a long one cost nothing. Accumulation is float32.
+K and V are read once for the GT queries that share a KV head. Packed vectors (``kv_packing.py``) are read packed:
+a lane's 8 elements are one word (4 bits) or two, with one scale and bias. Positions come from the row's own
+bounds, so splits of a short row next to a long one cost nothing. Accumulation is float32; exponentials are of
+base 2.
 
-The body uses only names that both preludes define. The CUDA form is checked on a GPU against the reference; the
-Metal form has not been run on Metal: the check at start (``kernel_check.py``) decides there.
+The body uses only names that both preludes define, and names the thread's position itself, because MLX looks for
+that in a Metal body. The Metal form has not been run on Metal: the check at start (``kernel_check.py``) decides
+there.
 """
 
 from __future__ import annotations
 
 WARPS = 4
-TILE = 128
 
-CUDA_PRELUDE = """
+_COMMON = """
+struct Floats { float v[8]; };
+template <typename T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Eight { T v[8]; };
+template <int N> struct alignas(N * 4) Words { unsigned w[N]; };
+template <typename T> inline Floats widen(Eight<T> x) {
+  Floats y;
+  UNROLL for (int j = 0; j < 8; ++j) y.v[j] = float(x.v[j]);
+  return y;
+}
+inline Floats unpack(Words<2> x, float scale, float bias) {
+  Floats y;
+  bias -= BYTE_OFFSET * scale;
+  UNROLL for (int j = 0; j < 8; ++j) y.v[j] = BYTE_PLUS_OFFSET(x.w[j / 4], j % 4) * scale + bias;
+  return y;
+}
+inline Floats unpack(Words<1> x, float scale, float bias) {
+  Floats y;
+  bias -= NIBBLE_OFFSET * scale;
+  const unsigned even = x.w[0] & 0x0f0f0f0fu;
+  const unsigned odd = (x.w[0] >> 4) & 0x0f0f0f0fu;
+  UNROLL for (int j = 0; j < 8; ++j)
+    y.v[j] = NIBBLE_PLUS_OFFSET(j % 2 == 0 ? even : odd, j / 2) * scale + bias;
+  return y;
+}
+"""
+
+# A byte becomes a float by being put among the mantissa bits of 32768 or (below 16) of 128: one instruction.
+CUDA_PRELUDE = (
+    """
 #define SHARED __shared__
 #define BARRIER() __syncthreads()
 #define SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
 #define POOL(type) const type
-#define BLOCK_X blockIdx.x
-#define BLOCK_Y blockIdx.y
-#define BLOCK_Z blockIdx.z
-#define THREAD threadIdx.x
-#define EXP(x) __expf(x)
+#define UNROLL _Pragma("unroll")
+#define threadgroup_position_in_grid blockIdx
+#define thread_position_in_threadgroup threadIdx
 #define TANH(x) tanhf(x)
-#define NEG_INF (-__int_as_float(0x7f800000))
 #define MAX(a, b) fmaxf(a, b)
-template <typename T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Eight { T v[8]; };
+#define BYTE_OFFSET 32768.0f
+#define BYTE_PLUS_OFFSET(word, j) __uint_as_float(__byte_perm(word, 0x47000000u, 0x7504u | ((j) << 4)))
+#define NIBBLE_OFFSET 128.0f
+#define NIBBLE_PLUS_OFFSET(word, j) __uint_as_float(__byte_perm(word, 0x43000000u, 0x7054u | ((j) << 8)))
+#ifdef __CUDACC__
+__device__ __forceinline__ float EXP2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
 """
+    + _COMMON
+)
 
-METAL_PRELUDE = """
+METAL_PRELUDE = (
+    """
 #define SHARED threadgroup
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SHUFFLE_XOR(value, mask) simd_shuffle_xor(value, ushort(mask))
 #define POOL(type) const device type
-#define BLOCK_X threadgroup_position_in_grid.x
-#define BLOCK_Y threadgroup_position_in_grid.y
-#define BLOCK_Z threadgroup_position_in_grid.z
-#define THREAD thread_position_in_threadgroup.x
-#define EXP(x) metal::fast::exp(x)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define EXP2(x) metal::fast::exp2(x)
 #define TANH(x) metal::precise::tanh(x)
-#define NEG_INF (-INFINITY)
 #define MAX(a, b) metal::max(a, b)
-template <typename T> struct alignas(sizeof(T) * 8 < 16 ? sizeof(T) * 8 : 16) Eight { T v[8]; };
+#define BYTE_OFFSET 0.0f
+#define BYTE_PLUS_OFFSET(word, j) float(((word) >> ((j) * 8)) & 0xffu)
+#define NIBBLE_OFFSET 0.0f
+#define NIBBLE_PLUS_OFFSET(word, j) BYTE_PLUS_OFFSET(word, j)
 """
+    + _COMMON
+)
 
-# Template constants: T, D head size, G queries per KV head, GT of them per block, KV heads, BS block size,
-# HAS_SINKS, LP lanes per token (a power of two >= D / 8). What changes with the batch is an input, so that one
-# compiled kernel serves all batches.
-# Inputs: q [B, H, D] of T, k and v [slots, KV, D] of T, tables [B, width], bases [B], ends [B],
-# sizes [3] int32 (table width, splits, window or 0), params [2] float32 (scale, softcap or 0), sinks [H] float32.
-# Outputs: out [B, H, D] of T (WHOLE), else part_out [B, H, splits, D] and stats [B, H, splits, 2], float32.
+
+def defines(bits: int | None, *, whole: bool) -> str:
+    """What stands between prelude and body: ``bits`` of a packed pool, ``whole``: one split writes the result."""
+    lines = [] if bits is None else [f"#define BITS {bits}"]
+    return "\n".join([*lines, *(["#define WHOLE"] if whole else []), ""])
+
+
+# Template constants: T, DK and DV elements of a key and a value, G queries per KV head, GT of them per block, KV
+# heads, BS block size, LP lanes per token (a power of two), U tokens per lane group at once, HAS_SINKS,
+# HAS_SOFTCAP; packed, S type of scales and biases, GK and GV elements that share one. What changes with the batch
+# is an input, so that one compiled kernel serves all batches.
+# Inputs: q [B, H, DK] of T, k [slots, KV, DK] and v [slots, KV, DV] of T, tables [B, width], bases [B], ends [B],
+# sizes [3] int32 (table width, splits, window or 0), params [2] float32 (scale, softcap or 0), sinks [H] float32,
+# mark (orders the kernel after writes; not read). Packed: k and v [slots, KV, words] uint32, each followed by
+# scales and biases [slots, KV, groups] of S.
+# Outputs: out [B, H, DV] of T (WHOLE), else part_out [B, H, splits, DV] and stats [B, H, splits, 2], float32.
 DECODE_BODY = """
   constexpr int WARPS = 4;
-  constexpr int TILE = 128;
   constexpr int PARTS = G / GT;
   constexpr int TOKENS = 32 / LP;         // tokens that one warp reads at once
   constexpr int STEP = WARPS * TOKENS;    // tokens that the block reads at once
-  SHARED float scores[GT * TILE];
-  SHARED float sums[WARPS * GT * D];
-  SHARED float running[GT * 3];           // maximum, sum, correction per query
+  constexpr int CK = (DK / 8 + LP - 1) / LP;
+  constexpr int CV = (DV / 8 + LP - 1) / LP;
+  constexpr float HIDDEN = -1e30f;
+  constexpr float LOG2E = 1.44269504f;
+  SHARED float sums[GT * CV * 8 * LP];
+  SHARED float tops[WARPS * GT];
+  SHARED float weights[WARPS * GT];
 
-  const int thread = int(THREAD);
-  const int warp = thread / 32;
-  const int lane = thread % 32;
-  const int sub = lane / LP;
-  const int part = lane % LP;
-  const bool holds = part * 8 < D;
-  const int split = int(BLOCK_X);
-  const int kv_head = int(BLOCK_Y) / PARTS;
-  const int first_query = kv_head * G + (int(BLOCK_Y) % PARTS) * GT;
-  const int row = int(BLOCK_Z);
+  const int index = int(thread_position_in_threadgroup.x);
+  const int warp = index / 32;
+  const int sub = index % 32 / LP;
+  const int part = index % LP;
+  const int split = int(threadgroup_position_in_grid.x);
+  const int kv_head = int(threadgroup_position_in_grid.y) / PARTS;
+  const int first_query = kv_head * G + (int(threadgroup_position_in_grid.y) % PARTS) * GT;
+  const int row = int(threadgroup_position_in_grid.z);
   const int width = sizes[0];
   const int splits = sizes[1];
   const int window = sizes[2];
-  const float scale = params[0];
   const float softcap = params[1];
+  const float factor = HAS_SOFTCAP ? params[0] / softcap : params[0] * LOG2E;
 
   const int base = bases[row];
   const int high = ends[row] - base;
@@ -91,134 +145,194 @@ DECODE_BODY = """
   const int begin = low + split * share;
   const int stop = begin + share < high ? begin + share : high;
 
-  float query[GT][8];
-  float total[GT][8];
-  for (int g = 0; g < GT; ++g) {
-    for (int j = 0; j < 8; ++j) {
-      query[g][j] = holds ? float(q[(row * KV * G + first_query + g) * D + part * 8 + j]) * scale : 0.0f;
-      total[g][j] = 0.0f;
-    }
-  }
-  if (thread < GT) {
-    running[thread * 3] = NEG_INF;
-    running[thread * 3 + 1] = 0.0f;
-  }
-  BARRIER();
-
-  for (int tile = begin; tile < stop; tile += TILE) {
-    const int count = stop - tile < TILE ? stop - tile : TILE;
-    _Pragma("unroll 4")
-    for (int t = warp * TOKENS + sub; t < TILE; t += STEP) {
-      const bool inside = t < count;
-      const int position = inside ? tile + t : begin;
-      const long slot = long(tables[row * width + position / BS]) * BS + position % BS;
-      float dot[GT];
-      for (int g = 0; g < GT; ++g) dot[g] = 0.0f;
-      if (holds) {
-        const Eight<T> key = *reinterpret_cast<POOL(Eight<T>)*>(&k[(slot * KV + kv_head) * D + part * 8]);
-        for (int j = 0; j < 8; ++j) {
-          const float value = float(key.v[j]);
-          for (int g = 0; g < GT; ++g) dot[g] += query[g][j] * value;
-        }
-      }
-      for (int mask = LP / 2; mask > 0; mask /= 2) {
-        for (int g = 0; g < GT; ++g) dot[g] += SHUFFLE_XOR(dot[g], mask);
-      }
-      if (part == 0 && inside) {
-        for (int g = 0; g < GT; ++g) {
-          scores[g * TILE + t] = softcap > 0.0f ? softcap * TANH(dot[g] / softcap) : dot[g];
-        }
+  float query[GT][CK * 8];
+  float total[GT][CV * 8];
+  float top[GT];
+  float weight[GT];
+  int key_at[CK];                         // a lane without elements of its own reads the first ones, for nothing
+  int value_at[CV];
+  UNROLL for (int c = 0; c < CK; ++c) key_at[c] = (c * LP + part) * 8 < DK ? (c * LP + part) * 8 : 0;
+  UNROLL for (int c = 0; c < CV; ++c) value_at[c] = (c * LP + part) * 8 < DV ? (c * LP + part) * 8 : 0;
+  UNROLL for (int g = 0; g < GT; ++g) {
+    top[g] = HIDDEN;
+    weight[g] = 0.0f;
+    UNROLL for (int c = 0; c < CK; ++c) {
+      const bool holds = (c * LP + part) * 8 < DK;
+      UNROLL for (int j = 0; j < 8; ++j) {
+        const float x = float(q[(row * KV * G + first_query + g) * DK + key_at[c] + j]);
+        query[g][c * 8 + j] = holds ? x * factor : 0.0f;
       }
     }
-    BARRIER();
-    for (int g = warp; g < GT; g += WARPS) {
-      float top = NEG_INF;
-      for (int t = lane; t < count; t += 32) top = MAX(top, scores[g * TILE + t]);
-      for (int mask = 16; mask > 0; mask /= 2) top = MAX(top, SHUFFLE_XOR(top, mask));
-      const float before = running[g * 3];
-      const float now = MAX(before, top);
-      float sum = 0.0f;
-      for (int t = lane; t < count; t += 32) {
-        const float weight = EXP(scores[g * TILE + t] - now);
-        scores[g * TILE + t] = weight;
-        sum += weight;
-      }
-      for (int mask = 16; mask > 0; mask /= 2) sum += SHUFFLE_XOR(sum, mask);
-      if (lane == 0) {
-        const float correction = EXP(before - now);
-        running[g * 3] = now;
-        running[g * 3 + 1] = running[g * 3 + 1] * correction + sum;
-        running[g * 3 + 2] = correction;
-      }
-    }
-    BARRIER();
-    for (int g = 0; g < GT; ++g) {
-      const float correction = running[g * 3 + 2];
-      for (int j = 0; j < 8; ++j) total[g][j] *= correction;
-    }
-    if (holds) {
-      _Pragma("unroll 4")
-      for (int t = warp * TOKENS + sub; t < count; t += STEP) {
-        const int position = tile + t;
-        const long slot = long(tables[row * width + position / BS]) * BS + position % BS;
-        const Eight<T> value = *reinterpret_cast<POOL(Eight<T>)*>(&v[(slot * KV + kv_head) * D + part * 8]);
-        for (int g = 0; g < GT; ++g) {
-          const float weight = scores[g * TILE + t];
-          for (int j = 0; j < 8; ++j) total[g][j] += weight * float(value.v[j]);
-        }
-      }
-    }
-    BARRIER();
+    UNROLL for (int j = 0; j < CV * 8; ++j) total[g][j] = 0.0f;
   }
 
-  for (int g = 0; g < GT; ++g) {
-    for (int j = 0; j < 8; ++j) {
-      float sum = total[g][j];
-      for (int mask = LP; mask < 32; mask *= 2) sum += SHUFFLE_XOR(sum, mask);
-      if (sub == 0 && holds) sums[(warp * GT + g) * D + part * 8 + j] = sum;
+  for (int from = begin + warp * TOKENS; from < stop; from += STEP * U) {
+    long place[U];
+    UNROLL for (int u = 0; u < U; ++u) {
+      const int token = from + u * STEP + sub;
+      const unsigned position = unsigned(token < stop ? token : stop - 1);
+      const long block = long(tables[row * width + int(position / unsigned(BS))]);
+      place[u] = (block * BS + long(position % unsigned(BS))) * KV + kv_head;
+    }
+#ifdef BITS
+    constexpr int WORDS_K = (DK + GK - 1) / GK * GK * BITS / 32;
+    constexpr int WORDS_V = (DV + GV - 1) / GV * GV * BITS / 32;
+    Words<BITS / 4> key[U][CK];
+    Words<BITS / 4> value[U][CV];
+    S key_scale[U][CK], key_bias[U][CK], value_scale[U][CV], value_bias[U][CV];
+    UNROLL for (int u = 0; u < U; ++u) {
+      UNROLL for (int c = 0; c < CK; ++c) {
+        const long affine = place[u] * ((DK + GK - 1) / GK) + key_at[c] / GK;
+        key[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(&k[place[u] * WORDS_K + key_at[c] * BITS / 32]);
+        key_scale[u][c] = ks[affine];
+        key_bias[u][c] = kb[affine];
+      }
+    }
+    UNROLL for (int u = 0; u < U; ++u) {
+      UNROLL for (int c = 0; c < CV; ++c) {
+        const long affine = place[u] * ((DV + GV - 1) / GV) + value_at[c] / GV;
+        value[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(&v[place[u] * WORDS_V + value_at[c] * BITS / 32]);
+        value_scale[u][c] = vs[affine];
+        value_bias[u][c] = vb[affine];
+      }
+    }
+#else
+    Eight<T> key[U][CK];
+    Eight<T> value[U][CV];
+    UNROLL for (int u = 0; u < U; ++u)
+      UNROLL for (int c = 0; c < CK; ++c)
+        key[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(&k[place[u] * DK + key_at[c]]);
+    UNROLL for (int u = 0; u < U; ++u)
+      UNROLL for (int c = 0; c < CV; ++c)
+        value[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(&v[place[u] * DV + value_at[c]]);
+#endif
+    float score[U][GT];
+    UNROLL for (int u = 0; u < U; ++u) {
+      UNROLL for (int g = 0; g < GT; ++g) score[u][g] = 0.0f;
+      UNROLL for (int c = 0; c < CK; ++c) {
+#ifdef BITS
+        const Floats x = unpack(key[u][c], float(key_scale[u][c]), float(key_bias[u][c]));
+#else
+        const Floats x = widen(key[u][c]);
+#endif
+        UNROLL for (int j = 0; j < 8; ++j)
+          UNROLL for (int g = 0; g < GT; ++g) score[u][g] += query[g][c * 8 + j] * x.v[j];
+      }
+    }
+    UNROLL for (int mask = LP / 2; mask > 0; mask /= 2)
+      UNROLL for (int u = 0; u < U; ++u)
+        UNROLL for (int g = 0; g < GT; ++g) score[u][g] += SHUFFLE_XOR(score[u][g], mask);
+    UNROLL for (int g = 0; g < GT; ++g) {
+      float now = top[g];
+      UNROLL for (int u = 0; u < U; ++u) {
+        if (HAS_SOFTCAP) score[u][g] = softcap * LOG2E * TANH(score[u][g]);
+        if (from + u * STEP + sub >= stop) score[u][g] = HIDDEN;
+        now = MAX(now, score[u][g]);
+      }
+      const float correction = EXP2(top[g] - now);
+      top[g] = now;
+      weight[g] *= correction;
+      UNROLL for (int j = 0; j < CV * 8; ++j) total[g][j] *= correction;
+      UNROLL for (int u = 0; u < U; ++u) {
+        score[u][g] = EXP2(score[u][g] - now);
+        weight[g] += score[u][g];
+      }
+    }
+    UNROLL for (int u = 0; u < U; ++u) {
+      UNROLL for (int c = 0; c < CV; ++c) {
+#ifdef BITS
+        const Floats x = unpack(value[u][c], float(value_scale[u][c]), float(value_bias[u][c]));
+#else
+        const Floats x = widen(value[u][c]);
+#endif
+        UNROLL for (int j = 0; j < 8; ++j)
+          UNROLL for (int g = 0; g < GT; ++g) total[g][c * 8 + j] += score[u][g] * x.v[j];
+      }
     }
   }
+
+  // A lane group that saw nothing has weights of its own making: its maximum is HIDDEN, which cancels them.
+  UNROLL for (int g = 0; g < GT; ++g) {
+    float most = top[g];
+    UNROLL for (int mask = LP; mask < 32; mask *= 2) most = MAX(most, SHUFFLE_XOR(most, mask));
+    const float correction = EXP2(top[g] - most);
+    weight[g] *= correction;
+    UNROLL for (int mask = LP; mask < 32; mask *= 2) weight[g] += SHUFFLE_XOR(weight[g], mask);
+    UNROLL for (int j = 0; j < CV * 8; ++j) {
+      total[g][j] *= correction;
+      UNROLL for (int mask = LP; mask < 32; mask *= 2) total[g][j] += SHUFFLE_XOR(total[g][j], mask);
+    }
+    if (index % 32 == 0) {
+      tops[warp * GT + g] = most;
+      weights[warp * GT + g] = weight[g];
+    }
+    top[g] = most;
+  }
   BARRIER();
-  for (int i = thread; i < GT * D; i += WARPS * 32) {
-    const int g = i / D;
-    float sum = 0.0f;
-    for (int w = 0; w < WARPS; ++w) sum += sums[w * GT * D + i];
+  UNROLL for (int g = 0; g < GT; ++g) {
+    float most = tops[g];
+    UNROLL for (int w = 1; w < WARPS; ++w) most = MAX(most, tops[w * GT + g]);
+    const float correction = EXP2(top[g] - most);
+    UNROLL for (int j = 0; j < CV * 8; ++j) total[g][j] *= correction;
+  }
+  for (int w = 0; w < WARPS; ++w) {
+    if (warp == w && sub == 0) {
+      UNROLL for (int g = 0; g < GT; ++g) {
+        UNROLL for (int j = 0; j < CV * 8; ++j) {
+          const int at = (g * CV * 8 + j) * LP + part;
+          sums[at] = w == 0 ? total[g][j] : sums[at] + total[g][j];
+        }
+      }
+    }
+    BARRIER();
+  }
+  for (int i = index; i < GT * DV; i += WARPS * 32) {
+    const int g = i / DV;
+    const int dim = i % DV;
+    const int chunk = dim / 8;
+    float sum = sums[(g * CV * 8 + chunk / LP * 8 + dim % 8) * LP + chunk % LP];
+    float most = tops[g];
+    for (int w = 1; w < WARPS; ++w) most = MAX(most, tops[w * GT + g]);
+    float all = 0.0f;
+    for (int w = 0; w < WARPS; ++w) all += weights[w * GT + g] * EXP2(tops[w * GT + g] - most);
     const int head = row * KV * G + first_query + g;
 #ifdef WHOLE
-      float weight = running[g * 3 + 1];
       if (HAS_SINKS) {
-        const float sink = sinks[first_query + g];
-        const float most = MAX(running[g * 3], sink);
-        const float correction = EXP(running[g * 3] - most);
+        const float sink = float(sinks[first_query + g]) * LOG2E;
+        const float greatest = MAX(most, sink);
+        const float correction = EXP2(most - greatest);
         sum *= correction;
-        weight = weight * correction + EXP(sink - most);
+        all = all * correction + EXP2(sink - greatest);
       }
-      out[head * D + i % D] = T(sum / weight);
+      out[head * DV + dim] = T(sum / all);
 #else
-      part_out[(long(head) * splits + split) * D + i % D] = sum;
-      if (i % D == 0) {
-        stats[(head * splits + split) * 2] = running[g * 3];
-        stats[(head * splits + split) * 2 + 1] = running[g * 3 + 1];
+      part_out[(long(head) * splits + split) * DV + dim] = sum;
+      if (dim == 0) {
+        stats[(head * splits + split) * 2] = most;
+        stats[(head * splits + split) * 2 + 1] = all;
       }
 #endif
   }
 """
 
-# Combines splits. Grid: one block of D threads per (head, row). Constants: T, D, H, HAS_SINKS.
-# Inputs: parts [B, H, splits, D], stats [B, H, splits, 2], sizes as above, sinks [H]. Output: out [B, H, D] of T.
+# Combines splits. Grid: one block of DV threads per (head, row). Constants: T, DV, H, HAS_SINKS.
+# Inputs: parts [B, H, splits, DV], stats [B, H, splits, 2], sizes as above, sinks [H].
+# Output: out [B, H, DV] of T.
 COMBINE_BODY = """
+  constexpr float LOG2E = 1.44269504f;
   const int splits = sizes[1];
-  const int dim = int(THREAD);
-  const int head = int(BLOCK_Y);
-  const int index = int(BLOCK_Z) * H + head;
-  float most = HAS_SINKS ? float(sinks[head]) : NEG_INF;
-  for (int s = 0; s < splits; ++s) most = MAX(most, stats[(index * splits + s) * 2]);
-  float weight = HAS_SINKS ? EXP(float(sinks[head]) - most) : 0.0f;
+  const int dim = int(thread_position_in_threadgroup.x);
+  const int head = int(threadgroup_position_in_grid.y);
+  const int at = int(threadgroup_position_in_grid.z) * H + head;
+  const float sink = HAS_SINKS ? float(sinks[head]) * LOG2E : 0.0f;
+  float most = HAS_SINKS ? sink : -1e30f;
+  for (int s = 0; s < splits; ++s) most = MAX(most, stats[(at * splits + s) * 2]);
+  float all = HAS_SINKS ? EXP2(sink - most) : 0.0f;
   float sum = 0.0f;
   for (int s = 0; s < splits; ++s) {
-    const float correction = EXP(stats[(index * splits + s) * 2] - most);
-    weight += stats[(index * splits + s) * 2 + 1] * correction;
-    sum += parts[(long(index) * splits + s) * D + dim] * correction;
+    const float correction = EXP2(stats[(at * splits + s) * 2] - most);
+    all += stats[(at * splits + s) * 2 + 1] * correction;
+    sum += parts[(long(at) * splits + s) * DV + dim] * correction;
   }
-  out[index * D + dim] = T(sum / weight);
+  out[at * DV + dim] = T(sum / all);
 """

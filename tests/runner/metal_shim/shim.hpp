@@ -128,6 +128,7 @@ namespace metal {
 inline float max(float a, float b) { return std::fmax(a, b); }
 namespace fast {
 inline float exp(float x) { return std::exp(x); }
+inline float exp2(float x) { return std::exp2(x); }
 }  // namespace fast
 namespace precise {
 inline float tanh(float x) { return std::tanh(x); }

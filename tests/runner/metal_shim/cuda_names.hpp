@@ -1,0 +1,23 @@
+// A few names of CUDA as C++; threads are those of shim.hpp.
+#include "shim.hpp"
+
+#undef threadgroup_position_in_grid
+#undef thread_position_in_threadgroup
+#define __shared__ static
+#define blockIdx shim::threadgroup_position
+#define threadIdx shim::thread_position
+inline void __syncthreads() { shim::group_barrier(); }
+inline float __shfl_xor_sync(unsigned, float value, int mask) { return shim::shuffle_xor(value, mask); }
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+// PTX ISA, prmt: each nibble of the selector picks one of the eight bytes of both words.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+inline float EXP2(float x) { return std::exp2(x); }
