@@ -30,7 +30,7 @@ from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention.dispatch import install
-from headrace.runner.attention.kernel_check import KernelChoice, choose_kernel
+from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
 from headrace.runner.device import Device, read_device
@@ -170,7 +170,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     if device.kind == "cuda":
         substitute_small_row_linears(model, SmallRowsKernel())
     found = read_layout(model, block_size, config.kv_cache_dtype)
-    choice = _kernel_choice(files, found, block_size, head_major)
+    choice = _kernel_choice(files, found, head_major)
     install(choice.kernel)
     store = None if head_major else PoolStore.checked()
     selector, _ = substitute_head(model)
@@ -195,14 +195,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
 
 
-def _kernel_choice(files: ModelFiles, found: ModelLayout, block_size: int, head_major: bool) -> KernelChoice:
-    """The decode kernel, if the device has one that is right and faster on this model's widest group."""
+def _kernel_choice(files: ModelFiles, found: ModelLayout, head_major: bool) -> KernelChoice:
+    """The decode kernel, if the device has one that is right and faster on this model's layers."""
     if head_major:
         return KernelChoice(None, "reference attention: slices of head-major pools")
-    layer = found.layers[0]
-    heads = positive_int(text_fields(files.config), "num_attention_heads") or layer.kv_heads
-    window = found.layout.groups[layer.group].window
-    return choose_kernel(layer, max(heads, layer.kv_heads), window, block_size)
+    heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
+    return choose_model_kernel(found, heads)
 
 
 def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:
