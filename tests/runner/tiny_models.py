@@ -24,6 +24,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5, vocab_size=VOCAB, max_position_embeddings=512, rope_theta=10000.0, head_dim=16,
         tie_word_embeddings=True,
     ),
+    "qwen2": dict(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        rms_norm_eps=1e-6, vocab_size=VOCAB, tie_word_embeddings=True,
+    ),
+    "qwen3_moe": dict(
+        hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        rms_norm_eps=1e-6, vocab_size=VOCAB, max_position_embeddings=512, rope_theta=10000.0, head_dim=16,
+        tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=1,
+        mlp_only_layers=[1], moe_intermediate_size=32, norm_topk_prob=True,
+    ),
     "gemma3_text": dict(
         hidden_size=64, num_hidden_layers=4, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, rms_norm_eps=1e-5, vocab_size=VOCAB, sliding_window=12, sliding_window_pattern=2,

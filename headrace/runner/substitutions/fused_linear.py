@@ -18,10 +18,13 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Shared:
-    """The stacked projection of the input seen last, until the last part took its columns."""
+    """The stacked projection of the input seen last, until the last part took its columns.
 
-    def __init__(self, linear: nn.Module, cuts: Sequence[int], parts: int) -> None:
-        self.linear = linear
+    ``owner`` is the part that holds the stacked linear, which may be substituted there.
+    """
+
+    def __init__(self, cuts: Sequence[int], parts: int) -> None:
+        self.owner: FusedPart | None = None
         self._cuts = list(cuts)
         self._parts = parts
         self._input: mx.array | None = None
@@ -30,7 +33,8 @@ class _Shared:
 
     def part(self, index: int, x: mx.array) -> mx.array:
         if x is not self._input:
-            self._columns = list(mx.split(self.linear(x), self._cuts, axis=-1))
+            assert self.owner is not None, "the first part is made first"
+            self._columns = list(mx.split(self.owner.stacked(x), self._cuts, axis=-1))
             self._input, self._taken = x, 0
         columns = self._columns[index]
         self._taken += 1
@@ -42,12 +46,13 @@ class _Shared:
 class FusedPart(nn.Module):  # type: ignore[misc]
     """One of the projections; the first one owns the stacked weights."""
 
-    def __init__(self, shared: _Shared, index: int) -> None:
+    def __init__(self, shared: _Shared, index: int, stacked: nn.Module | None = None) -> None:
         super().__init__()
         self._shared = shared
         self._index = index
-        if index == 0:
-            self.stacked = shared.linear
+        if stacked is not None:
+            self.stacked = stacked
+            shared.owner = self
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._shared.part(self._index, x)
@@ -67,9 +72,9 @@ def fuse_projections(model: nn.Module) -> int:
             for linear in linears[:-1]:
                 total += _outputs(linear)
                 cuts.append(total)
-            shared = _Shared(stacked, cuts, len(names))
+            shared = _Shared(cuts, len(names))
             for index, name in enumerate(names):
-                setattr(module, name, FusedPart(shared, index))
+                setattr(module, name, FusedPart(shared, index, stacked if index == 0 else None))
             del linears
             children = module.children()
             mx.eval(stacked.parameters())

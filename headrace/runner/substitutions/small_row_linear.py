@@ -1,7 +1,8 @@
 """Module substitution, CUDA with 16-bit weights: linear layers that use the small-rows kernel where it is faster.
 
 The unmodified product computes everything else: prefill, larger batches, shapes the kernel does not take. Which
-shapes win is measured at load on the weights themselves (``SmallRowsKernel.measure``).
+shapes win is measured at load on the weights themselves (``SmallRowsKernel.measure``). Fused decoder blocks have
+their own products; their inner modules are left alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.small_rows import Dense, SmallRowsKernel, takes
+from headrace.runner.substitutions.decoder_block import FusedBlock
 
 
 class SmallRowLinear(nn.Module):  # type: ignore[misc]
@@ -27,8 +29,9 @@ class SmallRowLinear(nn.Module):  # type: ignore[misc]
 def small_row_product(x: mx.array, weight: mx.array, kernel: SmallRowsKernel) -> mx.array:
     """``x [..., K] @ weight.T`` by the kernel when there are few rows."""
     rows = x.size // x.shape[-1]
-    if x.dtype == weight.dtype and kernel.takes(rows, weight) and kernel.wins(rows, weight):
-        return kernel(x.reshape(rows, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
+    dense = Dense(weight)
+    if kernel.wins(rows, dense) and takes(rows, x.dtype, dense):
+        return kernel(x.reshape(rows, x.shape[-1]), dense).reshape(*x.shape[:-1], weight.shape[0])
     return x @ weight.T
 
 
@@ -50,15 +53,20 @@ class SmallRowEmbedding(nn.Module):  # type: ignore[misc]
 def substitute_small_row_linears(model: nn.Module, kernel: SmallRowsKernel) -> int:
     """Replace linear layers without bias and tied embeddings, each shape measured once; how many were replaced."""
     replaced = []
-    for path, module in model.named_modules():
+    modules = model.named_modules()
+    blocks = tuple(f"{path}." for path, module in modules if isinstance(module, FusedBlock))
+    for path, module in modules:
+        if path.startswith(blocks):
+            continue
         if type(module) is nn.Linear and "bias" not in module:
             made: nn.Module = SmallRowLinear(module.weight, kernel)
         elif type(module) is nn.Embedding:
             made = SmallRowEmbedding(module.weight, kernel)
         else:
             continue
-        if kernel.takes(8, module.weight):
-            kernel.measure(module.weight)
+        dense = Dense(module.weight)
+        if takes(8, module.weight.dtype, dense):
+            kernel.measure([(dense, None)])
             replaced.append((path, made))
     model.update_modules(nn.utils.tree_unflatten(replaced))
     return len(replaced)

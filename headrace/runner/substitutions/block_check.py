@@ -1,0 +1,193 @@
+"""At load on a GPU: which decoder blocks are fused, and is each of them right and faster than the one it replaces?
+
+Every candidate block and its unmodified one run one decode forward over equal random pools; outputs and what was
+written to the pools must agree. One block of each form is timed. What fails or loses stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from headrace.runner.kv_pool import KVPool, LayerShape
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
+from headrace.runner.pool_store import PoolStore
+from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.substitutions.decoder_block import (
+    Attend,
+    DenseFeedForward,
+    FusedBlock,
+    Rotate,
+    attention_parts,
+    dense_feed_forward,
+    is_block,
+)
+from headrace.runner.timing import best_seconds
+
+# Of the largest change that the block makes to its input, by bytes of the dtype; and of the largest output.
+_TOLERANCE = {4: 1e-3, 2: 6e-2}
+_ROUNDING = {4: 1e-6, 2: 2.0**-8}
+_MEASURED_LAYERS = 4
+_LENGTHS = (1, 33, 64, 7, 300)
+_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTools:
+    """What fused blocks are made with.
+
+    Attributes:
+        store: how pools are written; None: functionally.
+        timed: whether a block that is slower than the unmodified one is left out.
+    """
+
+    products: SmallRowsKernel
+    rotate: Rotate
+    attend: Attend
+    store: PoolStore | None
+    timed: bool = True
+
+
+def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int, str]:
+    """Replace what matches, is right and is faster; how many blocks were replaced, and a line about it."""
+    found = [(path, module) for path, module in model.named_modules() if is_block(module)]
+    fused = [(path, made) for path, module in found if (made := _fused(module, tools)) is not None]
+    if not fused:
+        return 0, f"decode blocks: fused 0 of {len(found)}; the blocks are of another pattern"
+    _measure([block for _, block in fused], tools.products)
+    kept, reasons = [], []
+    fast: dict[tuple[Any, ...], bool] = {}
+    for path, block in fused:
+        try:
+            fault = compare(block, tools.store)
+            form = _form(block)
+            if fault is None and form not in fast:
+                fast[form] = not tools.timed or _is_faster(block, tools.store)
+            if fault is None and not fast[form]:
+                fault = "slower than the unmodified block"
+        except Exception as error:
+            # Whatever a compiler or driver says about a kernel, the unmodified block can serve.
+            fault = (str(error).splitlines() or ["?"])[0][:160]
+        if fault is None:
+            kept.append((path, block))
+        elif fault not in reasons:
+            reasons.append(fault)
+    model.update_modules(nn.utils.tree_unflatten(kept))
+    text = f"decode blocks: fused {len(kept)} of {len(found)}"
+    return len(kept), "; ".join([text, *reasons[:3], tools.products.note()])
+
+
+def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
+    attention = attention_parts(module)
+    feed_forward = dense_feed_forward(module)
+    if attention is None or feed_forward is None:
+        return None
+    return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate, tools.attend)
+
+
+def _measure(blocks: Sequence[FusedBlock], products: SmallRowsKernel) -> None:
+    """Check and time the products of each form of block."""
+    forms: dict[tuple[Any, ...], list[FusedBlock]] = {}
+    for block in blocks:
+        forms.setdefault(_form(block), []).append(block)
+    for alike in forms.values():
+        some = alike[:_MEASURED_LAYERS]
+        attention = [block.attention for block in some]
+        products.measure([(parts.qkv, parts.norm) for parts in attention])
+        products.measure([(parts.out, None) for parts in attention], residual=True)
+        dense = [block.feed_forward for block in some if isinstance(block.feed_forward, DenseFeedForward)]
+        if dense:
+            products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True)
+            products.measure([(parts.down, None) for parts in dense], residual=True)
+
+
+def _form(block: FusedBlock) -> tuple[Any, ...]:
+    """Equal for blocks that differ in nothing but values."""
+    attention, spec = block.attention, block.attention.rotary
+    feed = block.feed_forward
+    inner = feed.down.weight.shape if isinstance(feed, DenseFeedForward) else type(feed)
+    return attention.qkv.weight.shape, spec.heads, spec.kv_heads, spec.q_norm is not None, inner
+
+
+# -- comparison --------------------------------------------------------------------------------------------
+
+
+def compare(block: FusedBlock, store: PoolStore | None, *, rows: int = len(_LENGTHS)) -> str | None:
+    """What differs between a block and its unmodified one in a decode forward; None when they agree."""
+    x, mask = _input(block, rows), PagedMask(None)
+    dtype = x.dtype
+    views = [_view(block, store, rows) for _ in range(2)]
+    if not block.takes(x, mask, views[0]):
+        return "the pools are not ones that blocks write to"
+    expected, got = block.inner(x, mask, cache=views[0]), block(x, mask, cache=views[1])
+    mx.eval(expected, got, *(array for view in views for array in view.pool.changes))
+    for name, left, right in (
+        ("keys", views[0].pool.keys[0], views[1].pool.keys[0]),
+        ("values", views[0].pool.values[0], views[1].pool.values[0]),
+    ):
+        worst, most = _largest(left - right), _largest(left)
+        if not worst <= 2 * _ROUNDING[dtype.size] * most + _TOLERANCE[dtype.size]:
+            return f"stored {name} differ by {worst:.2g}"
+    worst, change, most = _largest(got - expected), _largest(expected - x), _largest(expected)
+    if not worst <= _TOLERANCE[dtype.size] * change + _ROUNDING[dtype.size] * most:
+        return f"outputs differ by {worst:.2g} of {change:.2g}"
+    return None
+
+
+def _is_faster(block: FusedBlock, store: PoolStore | None) -> bool:
+    """Whether 8 and 32 rows together take less time than in the unmodified block."""
+    own = usual = 0.0
+    for rows in (8, 32):
+        x, mask, view = _input(block, rows), PagedMask(None), _view(block, store, rows)
+        own += best_seconds(partial(_run, block, x, mask, view), rounds=4, repeat=4)
+        usual += best_seconds(partial(_run, block.inner, x, mask, view), rounds=4, repeat=4)
+    return own < usual
+
+
+def _run(module: nn.Module, x: mx.array, mask: PagedMask, view: LayerView) -> mx.array:
+    for _ in range(4):
+        x = module(x, mask, cache=view)
+    return x
+
+
+def _input(block: FusedBlock, rows: int) -> mx.array:
+    """Small, so that what the block adds is not lost in rounding."""
+    weight = block.attention.qkv.weight
+    x = mx.random.normal((rows, 1, weight.shape[1]), key=mx.random.key(1)) * 0.1
+    return x.astype(weight.dtype)
+
+
+def _view(block: FusedBlock, store: PoolStore | None, rows: int) -> LayerView:
+    """A view of a random pool, equal for equal arguments; each row writes its last position."""
+    spec = block.attention.rotary
+    layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.weight.dtype)
+    ends = np.array([_LENGTHS[row % len(_LENGTHS)] for row in range(rows)], np.int32)
+    width = -(-max(_LENGTHS) // _BLOCK_SIZE)
+    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    last = ends - 1
+    slots = tables[np.arange(rows), last // _BLOCK_SIZE] * _BLOCK_SIZE + last % _BLOCK_SIZE
+    pool = KVPool([layer], [rows * width + 1], _BLOCK_SIZE, head_major=False, store=store)
+    for arrays, seed in ((pool.keys, 5), (pool.values, 6)):
+        arrays[0] = mx.random.normal(arrays[0].shape, key=mx.random.key(seed)).astype(layer.dtype)
+    mx.eval(pool.state)
+    group = GroupBatch(
+        None,
+        mx.array(slots),
+        firsts=[0] * rows,
+        tables=mx.array(tables),
+        bases=mx.zeros(rows, mx.int32),
+    )
+    batch = ForwardBatch(
+        offsets=mx.array(last), ends=mx.array(ends), starts=last.tolist(), lengths=[1] * rows, groups=[group]
+    )
+    return LayerView(pool, 0, batch)
+
+
+def _largest(x: mx.array) -> float:
+    return float(np.array(mx.max(mx.abs(x.astype(mx.float32)))))

@@ -1,0 +1,217 @@
+"""Module substitution on a GPU: a Llama-pattern decoder block whose decode forwards take few, wide operations.
+
+    x ─ norm, q k v product ─ rotate and store ─ paged attention ─ output product + x ─┐
+        ┌──────────────────────────────────────────────────────────────────────────────┘
+        h ─ norm, gate and up product, SiLU gate ─ down product + h ─ out
+
+Each "─ … ─" is one operation (``small_rows.py``, ``attention/rotate_store.py``, the dispatcher); a block of
+experts has its own feed-forward part (``moe_decode.py``). Forwards of more than one token per row, masks or caches
+of another kind, and everything else go to the unmodified block, which keeps the weights; the fused path refers to
+them.
+
+The pattern is found by structure and types: pre-norm residual, RMS norms, q k v and gate up already fused by
+``fused_linear.py``. Every replaced block is then compared with the unmodified one (``block_check.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from headrace.runner.attention.rotate_store import RotarySpec
+from headrace.runner.layer_view import KVHandle, LayerView
+from headrace.runner.small_rows import Dense, Norm, Products
+from headrace.runner.substitutions.fused_linear import FusedPart
+
+_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+class Rotate(Protocol):
+    """See ``RotateAndStore``."""
+
+    def supports(self, spec: RotarySpec, view: LayerView) -> bool: ...
+
+    def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array: ...
+
+
+class Attend(Protocol):
+    """mlx-lm's attention signature over handles; see ``AttentionDispatcher``."""
+
+    def __call__(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any
+    ) -> mx.array: ...
+
+
+class FeedForward(Protocol):
+    """The second half of a block, its norm and residual included: ``h [B, 1, D]`` -> the same shape."""
+
+    def __call__(self, h: mx.array, products: Products) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """What the attention half of a block is made of."""
+
+    norm: Norm
+    qkv: Dense
+    rotary: RotarySpec
+    scale: float
+    out: Dense
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFeedForward:
+    """Gated feed-forward layer with SiLU."""
+
+    norm: Norm
+    gate_up: Dense
+    down: Dense
+
+    def __call__(self, h: mx.array, products: Products) -> mx.array:
+        return products(products(h, self.gate_up, norm=self.norm, gated=True), self.down, residual=h)
+
+
+class FusedBlock(nn.Module):  # type: ignore[misc]
+    """A decoder block over the weights of ``inner``; see the module docstring."""
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        attention: AttentionParts,
+        feed_forward: FeedForward,
+        products: Products,
+        rotate: Rotate,
+        attend: Attend,
+    ) -> None:
+        super().__init__()
+        for name, value in vars(inner).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)  # what the model's code reads of its blocks, such as use_sliding
+        self.inner = inner
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self._products = products
+        self._rotate = rotate
+        self._attend = attend
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not self.takes(x, mask, cache):
+            return self.inner(x, mask, cache=cache)  # type: ignore[no-any-return]
+        parts = self.attention
+        qkv = self._products(x, parts.qkv, norm=parts.norm)
+        queries = self._rotate(qkv, cache, parts.rotary)
+        handle = KVHandle(cache)
+        out = self._attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
+        h = self._products(out, parts.out, residual=x)
+        return self.feed_forward(h, self._products)
+
+    def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:
+        """Whether this forward is one for the fused path."""
+        return (
+            type(cache) is LayerView
+            and not isinstance(mask, mx.array)
+            and x.ndim == 3
+            and x.shape[1] == 1
+            and x.dtype == self.attention.qkv.weight.dtype
+            and self._rotate.supports(self.attention.rotary, cache)
+        )
+
+
+# -- what a block is made of -------------------------------------------------------------------------------
+
+
+def attention_parts(block: nn.Module) -> AttentionParts | None:
+    """The attention half of ``block``, or None when it is not of the pattern."""
+    attention = block.self_attn
+    children = set(attention.children())
+    norm = norm_of(block.input_layernorm)
+    if children - _HEAD_NORMS != _ATTENTION or norm is None:
+        return None
+    qkv, out, rotary = fused_dense(attention.q_proj), dense_of(attention.o_proj), rotary_spec(attention)
+    scale = getattr(attention, "scale", None)
+    if qkv is None or out is None or rotary is None or not isinstance(scale, float):
+        return None
+    widths = rotary.heads * rotary.head_dim, rotary.kv_heads * rotary.head_dim
+    if qkv.weight.shape[0] != widths[0] + 2 * widths[1] or out.weight.shape[1] != widths[0]:
+        return None
+    return AttentionParts(norm, qkv, rotary, scale, out)
+
+
+def dense_feed_forward(block: nn.Module) -> DenseFeedForward | None:
+    """The feed-forward half of ``block``, or None when it is not of the pattern."""
+    norm = norm_of(block.post_attention_layernorm)
+    if set(block.mlp.children()) != _MLP or norm is None:
+        return None
+    gate_up, down = fused_dense(block.mlp.gate_proj), dense_of(block.mlp.down_proj)
+    if gate_up is None or down is None or gate_up.weight.shape[0] != 2 * down.weight.shape[1]:
+        return None
+    return DenseFeedForward(norm, gate_up, down)
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether ``module`` has the parts of a pre-norm decoder block."""
+    return set(module.children()) == _BLOCK
+
+
+def dense_of(linear: Any) -> Dense | None:
+    """Weights and bias of an unpacked linear layer."""
+    return Dense(linear.weight, linear.get("bias")) if type(linear) is nn.Linear else None
+
+
+def fused_dense(part: Any) -> Dense | None:
+    """The stacked weights behind the first part of fused projections."""
+    return dense_of(part.get("stacked")) if isinstance(part, FusedPart) else None
+
+
+def norm_of(module: Any) -> Norm | None:
+    return Norm(module.weight, float(module.eps)) if type(module) is nn.RMSNorm else None
+
+
+def rotary_spec(attention: Any) -> RotarySpec | None:
+    """What ``attention`` does to its heads; None where its rotary embedding is not plain or Llama 3's."""
+    heads, kv_heads = getattr(attention, "n_heads", None), getattr(attention, "n_kv_heads", None)
+    out = dense_of(attention.o_proj)
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or out is None or out.weight.shape[1] % heads:
+        return None
+    frequencies = _inverse_frequencies(attention.rope)
+    norms = [norm_of(attention[name]) for name in ("q_norm", "k_norm") if name in attention]
+    present = [norm for norm in norms if norm is not None]
+    dim = out.weight.shape[1] // heads
+    if frequencies is None or len(norms) == 1 or len(present) != len(norms):
+        return None
+    if any(norm.weight.shape != (dim,) or norm.eps != present[0].eps for norm in present):
+        return None
+    rope = attention.rope
+    scale = float(rope.scale) if type(rope) is nn.RoPE else 1.0
+    q_norm, k_norm = (present[0].weight, present[1].weight) if present else (None, None)
+    return RotarySpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        inv_freq=frequencies,
+        rotated_dims=int(rope.dims),
+        traditional=bool(rope.traditional),
+        position_scale=scale,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=present[0].eps if present else 0.0,
+    )
+
+
+def _inverse_frequencies(rope: Any) -> mx.array | None:
+    """``[dims / 2]`` float32, rounded as MLX's kernels round them: they have rotated the keys of the prompt."""
+    if type(rope) is nn.RoPE:
+        pairs = rope.dims // 2
+        share = np.arange(pairs, dtype=np.float32) / np.float32(pairs)
+        return mx.array(np.exp2(-(share * np.float32(np.log2(rope.base)))))
+    if type(rope) is Llama3RoPE:
+        return mx.array(1.0 / np.array(rope._freqs.astype(mx.float32)))
+    return None

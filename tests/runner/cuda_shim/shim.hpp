@@ -1,0 +1,112 @@
+// A few CUDA names as C++, enough to run the kernels of small_rows_source.py on a CPU: threads are fibers, see
+// metal_shim/shim.hpp. This file takes the place of the sources' MACHINE part, so it also says what its instructions do:
+// a warp's tensor-core product (mma.sync m16n8k16) gathers the fragments of 32 lanes and multiplies them by definition.
+#include "../metal_shim/shim.hpp"
+
+#define __shared__ static
+#define __device__
+#define DEVICE static inline
+#define __syncthreads() shim::group_barrier()
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+inline float of_bits(int x) {
+  float value;
+  std::memcpy(&value, &x, 4);
+  return value;
+}
+
+struct __nv_bfloat16 {
+  unsigned short bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float value) {
+    unsigned x;
+    std::memcpy(&x, &value, 4);
+    bits = (unsigned short)((x + 0x7fffu + ((x >> 16) & 1u)) >> 16);  // to nearest, ties to even
+  }
+  operator float() const { return of_bits(int(unsigned(bits) << 16)); }
+};
+using __half = _Float16;
+
+#define threadIdx shim::thread_position
+#define blockIdx shim::threadgroup_position
+inline uint3 grid_dim;
+#define gridDim grid_dim
+
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T value, int mask) {
+  static_assert(sizeof(T) == 4);
+  float word;
+  std::memcpy(&word, &value, 4);
+  word = shim::shuffle_xor(word, mask);
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline int atomicAdd(int* at, int value) {
+  const int old = *at;
+  *at += value;
+  return old;
+}
+
+namespace shim {
+struct Fragments {
+  unsigned a[4], b[2];
+};
+inline Fragments lanes_of_block[1024];
+
+template <typename T>
+inline float element(unsigned pair, int which) {
+  T values[2];
+  std::memcpy(values, &pair, 4);
+  return float(values[which]);
+}
+
+template <typename T>
+void multiply(float* c, Fragments mine) {
+  const int me = group.current;
+  const int warp = me / 32 * 32;
+  const int g = me % 32 / 4, t = me % 4;
+  lanes_of_block[me] = mine;
+  warp_barrier();
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + (i >= 2 ? 8 : 0), column = t * 2 + i % 2;
+    double sum = 0.0;
+    for (int k = 0; k < 16; ++k) {
+      // A [16, 16]: register 0 rows 0-7, 1 rows 8-15, 2 and 3 the same for k >= 8. B [16, 8]: register 1 for k >= 8.
+      const Fragments& left = lanes_of_block[warp + row % 8 * 4 + k % 8 / 2];
+      const Fragments& right = lanes_of_block[warp + column * 4 + k % 8 / 2];
+      sum += double(element<T>(left.a[row / 8 + k / 8 * 2], k % 2)) * element<T>(right.b[k / 8], k % 2);
+    }
+    c[i] += float(sum);
+  }
+  warp_barrier();
+}
+
+inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body) {
+  grid_dim = blocks;
+  launch({blocks.x * threads, blocks.y, blocks.z}, threads, body);
+}
+}  // namespace shim
+
+template <typename T>
+inline void multiply(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
+                     const T*) {
+  shim::multiply<T>(c, {{a0, a1, a2, a3}, {b0, b1}});
+}
+inline uint4 cached(const void* at) {
+  uint4 value;
+  std::memcpy(&value, at, 16);
+  return value;
+}
+inline uint4 stream(const void* at) { return cached(at); }
+inline float low(unsigned x) { return of_bits(int(x << 16)); }
+inline float high(unsigned x) { return of_bits(int(x & 0xffff0000u)); }
+inline unsigned scaled(unsigned x, unsigned by) {
+  const unsigned first = __nv_bfloat16(low(x) * low(by)).bits, second = __nv_bfloat16(high(x) * high(by)).bits;
+  return first | second << 16;
+}
+inline float exponential(float x) { return std::exp(x); }
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }

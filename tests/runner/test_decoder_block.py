@@ -1,0 +1,225 @@
+"""Fused decoder blocks give what the unmodified model gives; forwards that are not theirs reach the old block."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paged_driver import Driver, make_runner, reference_tokens
+from tiny_models import CONFIGS, VOCAB, tiny_model
+
+from headrace.params import SamplingParams
+from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.rotate_store import RotarySpec
+from headrace.runner.layer_view import LayerView
+from headrace.runner.model_runner import RunnerOptions
+from headrace.runner.small_rows import SmallRowsKernel, plain_product
+from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
+from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
+from headrace.runner.substitutions.fused_linear import fuse_projections
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class FunctionalRotate:
+    """What ``RotateAndStore`` does, by MLX's operations and functional writes; counts its calls."""
+
+    def __init__(self, *, error: float = 0.0) -> None:
+        self.calls = 0
+        self._error = error
+
+    def supports(self, spec: RotarySpec, view: LayerView) -> bool:
+        return view.pool.layers[view.layer].bits is None
+
+    def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
+        self.calls += 1
+        heads = qkv.reshape(qkv.shape[0], -1, 1, spec.head_dim)
+        queries, keys, values = mx.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+        if spec.q_norm is not None:
+            queries = mx.fast.rms_norm(queries, spec.q_norm, spec.eps)
+            keys = mx.fast.rms_norm(keys, spec.k_norm, spec.eps)
+        view.update_and_fetch(rotate(keys, view, spec), values + self._error)
+        return rotate(queries, view, spec)
+
+
+def rotate(x: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
+    angles = (view.batch.offsets.astype(mx.float32) * spec.position_scale)[:, None, None, None] * spec.inv_freq
+    cosine, sine = mx.cos(angles), mx.sin(angles)
+    turned, rest = x[..., : spec.rotated_dims].astype(mx.float32), x[..., spec.rotated_dims :]
+    half = spec.rotated_dims // 2
+    one, two = (
+        (turned[..., ::2], turned[..., 1::2]) if spec.traditional else (turned[..., :half], turned[..., half:])
+    )
+    pair = one * cosine - two * sine, one * sine + two * cosine
+    whole = mx.stack(pair, axis=-1).flatten(-2) if spec.traditional else mx.concatenate(pair, axis=-1)
+    return mx.concatenate([whole.astype(x.dtype), rest], axis=-1)
+
+
+def tools(rotate: FunctionalRotate | None = None) -> BlockTools:
+    return BlockTools(
+        SmallRowsKernel(plain_product), rotate or FunctionalRotate(), install(None), None, timed=False
+    )
+
+
+def fused_blocks(model: nn.Module) -> list[FusedBlock]:
+    return [module for _, module in model.named_modules() if isinstance(module, FusedBlock)]
+
+
+def model_with(name: str, **changes: Any) -> nn.Module:
+    config = {"model_type": name, **CONFIGS[name], **changes}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(0)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.load_weights(
+        [
+            (key, value + 0.1 * mx.random.normal(value.shape))
+            for key, value in nn.utils.tree_flatten(model.parameters())
+        ]
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama_tied", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 32, "rope_traditional": True}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    (
+        "llama",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), MODELS, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_are_those_of_the_unmodified_model(name: str, changes: dict[str, Any], compiled: bool) -> None:
+    if compiled and changes:
+        pytest.skip("one of each architecture is enough")
+    model = model_with(name, **changes)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6], [7]]
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
+    fuse_projections(model)
+    used = FunctionalRotate()
+    count, note = substitute_decoder_blocks(model, tools(used))
+    assert count == len(fused_blocks(model)) == CONFIGS[name]["num_hidden_layers"], note
+    used.calls = 0
+    runner, layout = make_runner(
+        model, vocab_size=VOCAB, head_major=False, options=RunnerOptions(compile=compiled)
+    )
+    driver = Driver(runner, layout, 400)
+    for prompt in prompts:
+        driver.add(prompt, GREEDY)
+    assert driver.run(8) == expected
+    assert used.calls > 0
+
+
+def test_weights_exist_once() -> None:
+    model = tiny_model("llama")
+    size = sum(value.nbytes for _, value in nn.utils.tree_flatten(model.parameters()))
+    fuse_projections(model)
+    substitute_decoder_blocks(model, tools())
+    assert len(fused_blocks(model)) == 3
+    assert sum(value.nbytes for _, value in nn.utils.tree_flatten(model.parameters())) == size
+
+
+def test_a_wrong_block_is_not_used() -> None:
+    model = tiny_model("llama")
+    fuse_projections(model)
+    count, note = substitute_decoder_blocks(model, tools(FunctionalRotate(error=0.1)))
+    assert count == 0 and not fused_blocks(model)
+    assert "fused 0 of 3" in note and "stored values differ" in note
+
+
+def test_a_wrong_product_is_not_used() -> None:
+    def wrong(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        y = plain_product(x, *args, **kwargs)
+        y[..., -1] = 0
+        return y
+
+    model = tiny_model("llama")
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+    products = SmallRowsKernel(wrong)
+    _, note = substitute_decoder_blocks(
+        model, BlockTools(products, FunctionalRotate(), install(None), None, timed=False)
+    )
+    assert "kernel for 0 of" in note and "differs by" in note
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma2"])
+def test_other_patterns_are_left_alone(name: str) -> None:
+    model = tiny_model(name)
+    fuse_projections(model)
+    assert substitute_decoder_blocks(model, tools())[0] == 0
+
+
+def test_an_unknown_rotary_embedding_is_left_alone() -> None:
+    model = model_with("llama", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    fuse_projections(model)
+    assert substitute_decoder_blocks(model, tools())[0] == 0
+
+
+def test_a_scaled_residual_is_noticed() -> None:
+    """A block with the pattern's parts that computes something else is found by the comparison."""
+    model = tiny_model("llama")
+    kind = type(model.model.layers[1])
+
+    class Halved(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            return x + (super().__call__(x, mask, cache) - x) * 0.5
+
+    model.model.layers[1].__class__ = Halved
+    fuse_projections(model)
+    count, note = substitute_decoder_blocks(model, tools())
+    assert count == 2 and "outputs differ" in note
+    assert isinstance(model.model.layers[1], Halved)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize("traditional", [False, True])
+def test_rotary_spec_is_what_the_module_does(scaling: dict[str, Any] | None, traditional: bool) -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    attention.rope = initialize_rope(16, 5e5, traditional, scaling, 2048)
+    spec = rotary_spec(attention)
+    assert spec is not None and (spec.heads, spec.kv_heads, spec.head_dim) == (4, 2, 16)
+    x = mx.random.normal((3, 4, 1, 16))
+    offsets = mx.array([0, 7, 4000])
+
+    class View:
+        class batch:
+            pass
+
+    View.batch.offsets = offsets  # type: ignore[attr-defined]
+    assert np.allclose(rotate(x, View, spec), attention.rope(x, offset=offsets), atol=2e-3)  # type: ignore[arg-type]
+
+
+def test_compare_sees_many_rows() -> None:
+    model = tiny_model("qwen3")
+    fuse_projections(model)
+    substitute_decoder_blocks(model, tools())
+    for block in fused_blocks(model):
+        assert compare(block, None, rows=40) is None
