@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     """Load the model and plan its memory. Raises ``StartupError`` for a permanent fault."""
-    from headrace.runner import blas
+    from headrace.runner import blas, mlx_environment
 
     blas.prepare()
+    mlx_environment.prepare()
     from headrace.runner.build import build_runner
 
     built = build_runner(config, progress)
