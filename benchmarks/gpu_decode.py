@@ -41,9 +41,9 @@ from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.pool_store import PoolStore
+from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
-from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 SPARE_BYTES = 3 << 30  # activations, logits, MLX's buffer cache
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
@@ -68,7 +68,8 @@ class HeadraceStep:
         block_size = 32
         found = read_layout(model, block_size)
         self.blocks = -(-(context + steps) // block_size)
-        pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu())
+        store = PoolStore.checked() if _on_gpu() else None
+        pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu(), store=store)
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
         self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options)
@@ -109,10 +110,11 @@ def prepare(model: nn.Module) -> str:
     choice = choose_kernel(found.layers[0], heads, found.layout.groups[0].window, 32)
     install(choice.kernel)
     fuse_projections(model)
+    note = choice.note
     if _on_gpu() and not mx.metal.is_available():
-        substitute_small_row_linears(model, SmallRowsKernel())
+        note = f"{note}; {substitute_decode_products(model, PoolStore.checked())}"
     substitute_head(model)
-    return choice.note
+    return note
 
 
 def headrace_ms(model: nn.Module, rows: int, context: int, steps: int, options: RunnerOptions) -> float:

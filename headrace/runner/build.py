@@ -43,12 +43,11 @@ from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.self_check import choose_options
-from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
+from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.rotary import substitute_rotary
-from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 from headrace.runner.warm_up import warm_up
 from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
@@ -167,12 +166,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         substitute_rotary(model)
     if not head_major:
         fuse_projections(model)
-    if device.kind == "cuda":
-        substitute_small_row_linears(model, SmallRowsKernel())
     found = read_layout(model, block_size, config.kv_cache_dtype)
     choice = _kernel_choice(files, found, head_major)
     install(choice.kernel)
     store = None if head_major else PoolStore.checked()
+    if device.kind == "cuda":
+        log.info(substitute_decode_products(model, store))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)

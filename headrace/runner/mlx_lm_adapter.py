@@ -78,6 +78,12 @@ def bind_attention(dispatcher: Callable[..., mx.array]) -> int:
     return count
 
 
+def bound_attention(module: nn.Module) -> Callable[..., mx.array] | None:
+    """The attention function that ``module``'s own code would call now; None where its file does not hold one."""
+    function: Callable[..., mx.array] | None = getattr(sys.modules[type(module).__module__], ATTENTION_NAME, None)
+    return function
+
+
 def original_attention() -> Callable[..., mx.array]:
     """The shared attention function as mlx-lm defines it (of a module nobody rebinds twice)."""
     function = getattr(_base, ATTENTION_NAME)

@@ -56,7 +56,7 @@ DEVICE float of_bits(int x) { return __int_as_float(x); }
 
 # accumulate: sums of chunks [from, to) of NT weight tiles and MT tiles of 8 rows, in fragments. Per lane, with
 # g = lane / 4 and t = lane % 4: weights[n] and inputs[m] point at row g of their tile, position 8 t; total[n][m]
-# holds output g of row 2 t, row 2 t + 1, then output g + 8 of both. With NORMED, squares[m] is the sum of squares of
+# holds output g of row 2 t, row 2 t + 1, then output g + 8 of both. With NORMED, squares[m] sums up the squares of
 # the lane's inputs.
 # gather: adds up the warps' sums in pairs, then leaves them in shared memory as [W / 2][NT][MT][4][32 lanes].
 PRODUCT = """

@@ -20,7 +20,6 @@ from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, Page
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.decoder_block import (
-    Attend,
     DenseFeedForward,
     FusedBlock,
     Rotate,
@@ -49,7 +48,6 @@ class BlockTools:
 
     products: SmallRowsKernel
     rotate: Rotate
-    attend: Attend
     store: PoolStore | None
     timed: bool = True
 
@@ -80,7 +78,7 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
             reasons.append(fault)
     model.update_modules(nn.utils.tree_unflatten(kept))
     text = f"decode blocks: fused {len(kept)} of {len(found)}"
-    return len(kept), "; ".join([text, *reasons[:3], tools.products.note()])
+    return len(kept), "; ".join([text, *reasons[:3]])
 
 
 def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
@@ -88,7 +86,7 @@ def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
     feed_forward = dense_feed_forward(module)
     if attention is None or feed_forward is None:
         return None
-    return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate, tools.attend)
+    return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate)
 
 
 def _measure(blocks: Sequence[FusedBlock], products: SmallRowsKernel) -> None:

@@ -25,6 +25,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import KVHandle, LayerView
+from headrace.runner.mlx_lm_adapter import bound_attention
 from headrace.runner.small_rows import Dense, Norm, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
 
@@ -40,14 +41,6 @@ class Rotate(Protocol):
     def supports(self, spec: RotarySpec, view: LayerView) -> bool: ...
 
     def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array: ...
-
-
-class Attend(Protocol):
-    """mlx-lm's attention signature over handles; see ``AttentionDispatcher``."""
-
-    def __call__(
-        self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any
-    ) -> mx.array: ...
 
 
 class FeedForward(Protocol):
@@ -89,7 +82,6 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         feed_forward: FeedForward,
         products: Products,
         rotate: Rotate,
-        attend: Attend,
     ) -> None:
         super().__init__()
         for name, value in vars(inner).items():
@@ -100,7 +92,6 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         self.feed_forward = feed_forward
         self._products = products
         self._rotate = rotate
-        self._attend = attend
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if not self.takes(x, mask, cache):
@@ -109,7 +100,9 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         qkv = self._products(x, parts.qkv, norm=parts.norm)
         queries = self._rotate(qkv, cache, parts.rotary)
         handle = KVHandle(cache)
-        out = self._attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
+        attend = bound_attention(self.inner.self_attn)
+        assert attend is not None, "the pattern has one"
+        out = attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
         h = self._products(out, parts.out, residual=x)
         return self.feed_forward(h, self._products)
 
@@ -133,7 +126,7 @@ def attention_parts(block: nn.Module) -> AttentionParts | None:
     attention = block.self_attn
     children = set(attention.children())
     norm = norm_of(block.input_layernorm)
-    if children - _HEAD_NORMS != _ATTENTION or norm is None:
+    if children - _HEAD_NORMS != _ATTENTION or norm is None or bound_attention(attention) is None:
         return None
     qkv, out, rotary = fused_dense(attention.q_proj), dense_of(attention.o_proj), rotary_spec(attention)
     scale = getattr(attention, "scale", None)

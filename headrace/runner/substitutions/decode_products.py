@@ -1,0 +1,25 @@
+"""All substitutions that make decode steps faster on CUDA, in their order; what came of them in one line."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from headrace.runner.attention.rotate_store import RotateAndStore
+from headrace.runner.pool_store import PoolStore
+from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
+from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
+
+
+def substitute_decode_products(model: nn.Module, store: PoolStore | None) -> str:
+    """Fuse decoder blocks, then give the linear layers outside of them the few-rows product.
+
+    Needs the projections fused (``fuse_projections``) and the attention bound (``install``).
+    """
+    products = SmallRowsKernel()
+    rotate = RotateAndStore.for_device()
+    note = "decode blocks: fused 0; pools are not written in place here"
+    if store is not None and rotate is not None:
+        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store))
+    substitute_small_row_linears(model, products)
+    return f"{note}; {products.note()}"
