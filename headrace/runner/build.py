@@ -186,11 +186,17 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     known = cache.read()
     if known is None:
         options = choose_options(
-            model, selector, found.unpacked(), vocab_size, head_major=head_major, wanted=wanted, store=store
+            model, selector, found, vocab_size, head_major=head_major, wanted=wanted, store=store
         )
     else:
         options = known.options(wanted)
-    attention = "reference attention: the model computes its own" if options.materialize else choice.note
+        if wanted.decode_kernel and not options.decode_kernel:
+            install(None)
+    attention = choice.note
+    if options.materialize:
+        attention = "reference attention: the model computes its own"
+    elif wanted.decode_kernel and not options.decode_kernel:
+        attention = "reference attention: the kernel reads packed KV wrongly here"
     return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
 
 

@@ -51,7 +51,7 @@ def measure_context_cost(
             mx.clear_cache()
             mx.reset_peak_memory()
             before = mx.get_active_memory()
-            mx.eval(runner.prefill_logits([row]), pool.state)
+            mx.eval(runner.prefill_logits([row]), pool.changes)
             most = max(most, mx.get_peak_memory() - before)
         return most
 

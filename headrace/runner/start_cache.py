@@ -32,7 +32,7 @@ class StartFacts(msgspec.Struct, frozen=True):
     """What is kept.
 
     Attributes:
-        materialize, single_rows, compile: fields of the ``RunnerOptions`` that passed the self-check.
+        materialize, single_rows, compile, decode_kernel: of the ``RunnerOptions`` that passed the self-check.
         activation_bytes: peak of a step beyond weights and pools.
         context_bytes, query_bytes: of a model that computes attention itself (``ContextCost``), else 0.
     """
@@ -43,11 +43,20 @@ class StartFacts(msgspec.Struct, frozen=True):
     activation_bytes: int
     context_bytes: int = 0
     query_bytes: int = 0
+    decode_kernel: bool = False
 
     @classmethod
     def of(cls, options: RunnerOptions, activation_bytes: int, cost: ContextCost | None = None) -> StartFacts:
         context, query = (0, 0) if cost is None else (cost.context_bytes, cost.query_bytes)
-        return cls(options.materialize, options.single_rows, options.compile, activation_bytes, context, query)
+        return cls(
+            options.materialize,
+            options.single_rows,
+            options.compile,
+            activation_bytes,
+            context,
+            query,
+            options.decode_kernel,
+        )
 
     @property
     def context_cost(self) -> ContextCost | None:
@@ -55,7 +64,13 @@ class StartFacts(msgspec.Struct, frozen=True):
 
     def options(self, wanted: RunnerOptions) -> RunnerOptions:
         """``wanted`` as the self-check changed it."""
-        return replace(wanted, materialize=self.materialize, single_rows=self.single_rows, compile=self.compile)
+        return replace(
+            wanted,
+            materialize=self.materialize,
+            single_rows=self.single_rows,
+            compile=self.compile,
+            decode_kernel=wanted.decode_kernel and self.decode_kernel,
+        )
 
 
 class StartCache:
