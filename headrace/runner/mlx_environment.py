@@ -4,8 +4,8 @@ On CUDA, MLX records operations as graphs and launches those:
 
     MLX_CUDA_GRAPH_CACHE_SIZE   the default cache throws when it thrashes and stays broken
     MLX_CUDA_SDPA_CACHE_SIZE    likewise
-    MLX_MAX_MB_PER_BUFFER       a graph is cut when its inputs exceed this; KV pools of gigabytes are inputs of every
-                                attention, and would cut a decode step into single layers
+    MLX_MAX_MB_PER_BUFFER       a graph is cut when its inputs exceed this; KV pools of gigabytes are inputs of
+                                every attention, and would cut a decode step into single layers
 
 What a user has set stays.
 """

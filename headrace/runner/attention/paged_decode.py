@@ -180,7 +180,7 @@ class PagedDecodeKernel:
         threads = source.WARPS * 32
         launch = {
             "inputs": [
-                queries.reshape(rows, heads, layer.key_dim),
+                queries,
                 *_read(view),
                 sizes,
                 mx.array([scale, softcap], mx.float32),
@@ -191,7 +191,7 @@ class PagedDecodeKernel:
             "grid": (splits * threads, heads // form.queries_per_block, rows),
             "threadgroup": (threads, 1, 1),
         }
-        result = {"output_shapes": [(rows, heads, layer.value_dim)], "output_dtypes": [layer.dtype]}
+        result = {"output_shapes": [(rows, heads, 1, layer.value_dim)], "output_dtypes": [layer.dtype]}
         if splits == 1:
             out: mx.array = self._whole[layer.bits](**launch, **result)[0]
         else:
@@ -206,7 +206,7 @@ class PagedDecodeKernel:
                 threadgroup=(layer.value_dim, 1, 1),
                 **result,
             )[0]
-        return out[:, :, None]
+        return out
 
 
 def refusal(layer: LayerShape) -> str | None:

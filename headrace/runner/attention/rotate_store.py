@@ -23,7 +23,7 @@ from headrace.runner.layer_view import LayerView
 # PAIRS (1: neighbours rotate together, 0: halves), NORM (1: query and key heads are normalized).
 # Inputs: qkv [B, (H + 2 KV) * D] of T, k and v [slots, KV, D] of T (written), slots [B] and offsets [B] int32,
 # inv_freq [ROT / 2] float32, q_norm and k_norm [D] of T (read where NORM), params [2] float32 (position scale,
-# epsilon), mark [1]. Outputs: queries [B, H, D] of T, after [1] int32, zero.
+# epsilon), mark [1]. Outputs: queries [B, H, 1, D] of T, after [1] int32, zero.
 BODY = """
   SHARED float values[THREADS];
   SHARED float sums[THREADS / 32];
@@ -175,7 +175,7 @@ class RotateAndStore:
             ],
             grid=((spec.heads + 2 * spec.kv_heads) * threads, rows, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[(rows, spec.heads, dim), (1,)],
+            output_shapes=[(rows, spec.heads, 1, dim), (1,)],
             output_dtypes=[qkv.dtype, mx.int32],
         )
-        return queries[:, :, None]  # type: ignore[no-any-return]
+        return queries  # type: ignore[no-any-return]
