@@ -5,14 +5,15 @@
 
 The model is the scripted checkpoint of the tests, whose right answer is known for every prompt: wrong, stale or
 foreign KV is a wrong word. Clients send prompts and outputs of very different lengths, as many at once as need
-``--load`` times the pool. Some hang up in the middle; some ask for more than can ever fit and must be told so at
-once. A refused client comes back after a while. Every second the worker's memory is read: what MLX has allocated
-and keeps for reuse, MLX's own peak, and the physical memory of the process.
+``--load`` times the pool. Two in five ask little and get a long answer: admission counts prompts, so they are let
+in and outgrow the pool together, and some must be preempted. Some hang up in the middle; some ask for more than
+can ever fit and must be told so at once. A refused client comes back after a while. Every second the worker's
+memory is read: what MLX has allocated and keeps for reuse, MLX's own peak, and the physical memory of the process.
 
 Must hold, else the exit code is 1:
 - MLX's memory <= the memory plan, and resident memory <= the plan and what the process had before, both within 2 %
 - every refusal is a 429 with Retry-After, or a 400 for what never fits; never anything else
-- every accepted answer is right to the byte
+- every accepted answer is right to the byte, also of those that were preempted; some were
 - afterwards no block is held, free + cached = total, and a last request is answered rightly
 """
 
@@ -45,6 +46,8 @@ PATH = "/v1/chat/completions"
 TOLERANCE = 1.02
 LONGEST_PROMPT, SHORTEST_PROMPT = 4000, 20
 MAX_TOKENS = (1, 8, 40, 200)
+# Short prompts with long answers: what admission does not see coming.
+LONG_ANSWERS, LONG_ANSWER_PROMPT, LONG_ANSWER_TOKENS = 0.4, 60, (400, 800, 1600)
 SCRIPTS = ("s00", "s01", "s02", "s05", "s07")
 HANG_UP, TOO_LONG = 0.05, 0.02
 
@@ -135,16 +138,21 @@ async def measure(process: RunningServer, arguments: argparse.Namespace) -> Find
     found.seconds = time.perf_counter() - began
     await check_afterwards(server, found)
     judge_memory(found)
+    if not found.preemptions:
+        found.fault("nothing was preempted: this load does not test what it should")
     return found
 
 
 def question(dice: random.Random) -> Question:
     """Lengths spread evenly over their orders of magnitude; the trigger anywhere in the prompt."""
-    length = int(SHORTEST_PROMPT * (LONGEST_PROMPT / SHORTEST_PROMPT) ** dice.random())
+    is_long_answer = dice.random() < LONG_ANSWERS
+    longest = LONG_ANSWER_PROMPT if is_long_answer else LONGEST_PROMPT
+    length = int(SHORTEST_PROMPT * (longest / SHORTEST_PROMPT) ** dice.random())
     before = dice.randrange(length)
-    script = dice.choice(SCRIPTS)
+    script = "s01" if is_long_answer else dice.choice(SCRIPTS)
+    max_tokens = dice.choice(LONG_ANSWER_TOKENS if is_long_answer else MAX_TOKENS)
     content = dice.choice("bcd") * before + f"<|{script}|>" + dice.choice("efg") * (length - before)
-    return Question(content, script, dice.choice(MAX_TOKENS), dice.random() < HANG_UP)
+    return Question(content, script, max_tokens, dice.random() < HANG_UP)
 
 
 async def client(server: Server, dice: random.Random, until: float, found: Findings) -> None:
@@ -256,7 +264,7 @@ def table(found: Findings) -> str:
         ("refused with 429", f"{found.refused:,}, Retry-After {waits[0]:g} to {waits[-1]:g} s"),
         ("refused as too long", found.told_too_long),
         ("sequences at once, most", found.most_running),
-        ("preemptions", found.preemptions),
+        ("preemptions", f"{found.preemptions:,}"),
         ("MLX memory, highest", f"{mib(found.max_mlx_bytes)} of {mib(found.plan_bytes)} planned"),
         (
             "resident, highest",
