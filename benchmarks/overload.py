@@ -5,7 +5,7 @@
 
 The model is the scripted checkpoint of the tests, whose right answer is known for every prompt: wrong, stale or
 foreign KV is a wrong word. Clients send prompts and outputs of very different lengths, as many at once as need
-``--load`` times the pool. Two in five ask little and get a long answer: admission counts prompts, so they are let
+``--load`` times the pool. Three in ten ask little and get a long answer: admission counts prompts, so they are let
 in and outgrow the pool together, and some must be preempted. Some hang up in the middle; some ask for more than
 can ever fit and must be told so at once. A refused client comes back after a while. Every second the worker's
 memory is read: what MLX has allocated and keeps for reuse, MLX's own peak, and the physical memory of the process.
@@ -47,7 +47,7 @@ TOLERANCE = 1.02
 LONGEST_PROMPT, SHORTEST_PROMPT = 4000, 20
 MAX_TOKENS = (1, 8, 40, 200)
 # Short prompts with long answers: what admission does not see coming.
-LONG_ANSWERS, LONG_ANSWER_PROMPT, LONG_ANSWER_TOKENS = 0.4, 60, (400, 800, 1600)
+LONG_ANSWERS, LONG_ANSWER_PROMPT, LONG_ANSWER_TOKENS = 0.3, 60, (300, 600, 1200)
 SCRIPTS = ("s00", "s01", "s02", "s05", "s07")
 HANG_UP, TOO_LONG = 0.05, 0.02
 
@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--pool-mb", type=int, default=64)
     parser.add_argument("--load", type=float, default=4.0, help="times the pool")
-    parser.add_argument("--queue", type=int, default=16)
+    parser.add_argument("--queue", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +138,8 @@ async def measure(process: RunningServer, arguments: argparse.Namespace) -> Find
     found.seconds = time.perf_counter() - began
     await check_afterwards(server, found)
     judge_memory(found)
-    if not found.preemptions:
-        found.fault("nothing was preempted: this load does not test what it should")
+    if not found.preemptions or not found.refused:
+        found.fault("nothing was preempted or nobody refused: this load does not test what it should")
     return found
 
 

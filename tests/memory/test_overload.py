@@ -17,7 +17,18 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "overload.py"
 def test_overload_leaves_memory_answers_and_refusals_as_promised(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--minutes", "0.4", "--pool-mb", "24", "--json", str(report)],
+        [
+            sys.executable,
+            str(BENCHMARK),
+            "--minutes",
+            "0.4",
+            "--pool-mb",
+            "24",
+            "--queue",
+            "2",
+            "--json",
+            str(report),
+        ],
         capture_output=True,
         text=True,
         timeout=500,
