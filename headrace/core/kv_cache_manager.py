@@ -26,6 +26,9 @@ from headrace.core.scheduler_types import GroupBlocks
 from headrace.core.sequence import Sequence
 from headrace.core.step import BlockCopy
 
+# Of a prompt's chunk in a sliding group whose pool has been made as small as it may be.
+SMALL_CHUNK_BLOCKS = 4
+
 
 class PrefixHit(NamedTuple):
     """KV that a sequence can take over, valid until the manager is changed.
@@ -304,14 +307,18 @@ class KVCacheManager:
     # -- size ----------------------------------------------------------------------------------------------
 
     def smallest_sizes(self, sequence_tokens: int) -> tuple[int, ...]:
-        """Per group, blocks that a pool must keep: what is held, and room for a sequence of this length.
+        """Per group, blocks that a pool must keep: what is held, and room for a sequence of this length alone.
 
-        Pools of sliding groups are small as they are and keep their size.
+        In a sliding group that is its window and a small chunk: longer chunks of prompts are cut to what there is.
         """
         longest = -(-sequence_tokens // self.block_size)
+        needed = (
+            longest if window is None else min(longest, self._blocks_of_window(window) + SMALL_CHUNK_BLOCKS)
+            for window in self._windows
+        )
         return tuple(
-            max(pool.num_held, min(longest, pool.num_blocks)) if window is None else pool.num_blocks
-            for pool, window in zip(self.pools, self._windows, strict=True)
+            max(pool.num_held, min(blocks, pool.num_blocks))
+            for pool, blocks in zip(self.pools, needed, strict=True)
         )
 
     def resize(self, num_blocks: tuple[int, ...], sequences: Iterable[Sequence]) -> tuple[dict[int, int], ...]:
