@@ -66,6 +66,7 @@ class WorkerClient:
         self.first_ready = asyncio.Event()
         self._state = EngineState(status="starting")
         self._past = EngineStats()  # totals of the workers before the present one
+        self._steps_told = 0  # of the present worker, to ``on_step``
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
         self.replayed_total = 0
@@ -137,6 +138,7 @@ class WorkerClient:
 
     def worker_ready(self, link: WorkerLink, ready: Ready) -> None:
         self._link = link
+        self._steps_told = 0
         self._set(ready=ready, load=None, stats=EngineStats(blocks_total=ready.num_blocks))
         if self._state.status != "draining":
             self._set(status="ready", message="", detail="")
@@ -265,7 +267,9 @@ class WorkerClient:
                 self._close(output.request_id).end()
         if self._trial is not None:
             self._release()
-        self.on_step(message.stats, time.monotonic())
+        if message.stats.steps_total != self._steps_told:  # else a sign of life, between two steps
+            self._steps_told = message.stats.steps_total
+            self.on_step(message.stats, time.monotonic())
 
     def _reject(self, message: Rejected) -> None:
         stream = self._streams.get(message.request_id)

@@ -209,6 +209,20 @@ def test_draining_and_failing() -> None:
     run(main())
 
 
+def test_a_step_is_told_once_and_signs_of_life_are_none() -> None:
+    async def main() -> None:
+        client = WorkerClient(max_held=10)
+        told: list[int] = []
+        client.on_step = lambda stats, now: told.append(stats.steps_total)
+        for _ in range(2):  # a worker and its successor
+            started(client)
+            for steps in (0, 1, 1, 1, 2):
+                client.worker_message(StepOutputs([], EngineStats(steps_total=steps)))
+        assert told == [1, 2, 1, 2]
+
+    run(main())
+
+
 def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
     async def main() -> None:
         client = WorkerClient(max_held=10)
