@@ -130,12 +130,15 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     path = ascii(request.url.path[:200])[1:-1]
+    if status == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=headers)
+    refusal: RequestError = InvalidRequest("the request cannot be understood")
     if status == 404:
-        return error_response(RouteNotFound(f"there is no route {request.method} {path}"), request.scope)
+        refusal = RouteNotFound(f"there is no route {request.method} {path}")
+    elif status == 405:
+        refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}")
+    request.app.state.services.metrics.rejected(rejection_reason(refusal))
+    answer = error_response(refusal, request.scope)
     if status == 405:
-        if request.method == "OPTIONS":
-            return Response(status_code=204, headers=headers)
-        answer = error_response(MethodNotAllowed(f"{request.method} is not allowed on {path}"), request.scope)
         answer.headers.update(headers)
-        return answer
-    return error_response(InvalidRequest("the request cannot be understood"), request.scope)
+    return answer

@@ -27,7 +27,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 REJECT_REASONS = (
     "queue_full", "rate_limit", "not_ready", "context_length_exceeded", "invalid_request_error",
     "invalid_prompt", "model_not_found", "not_found", "method_not_allowed", "request_too_large", "invalid_api_key",
-    "timeout", "queue_timeout", "internal_error", "other",
+    "unsupported_encoding", "invalid_grammar", "request_not_found", "response_not_found",
+    "previous_response_not_found", "reload_failed", "timeout", "queue_timeout", "internal_error", "other",
 )  # fmt: skip
 LONG_BUCKETS_S = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 600.0,
