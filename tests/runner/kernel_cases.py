@@ -92,7 +92,8 @@ def pairwise(axes: dict[str, tuple[object, ...]], seed: int = 0) -> Iterator[Cas
             if len(found) > len(covered):
                 best, covered = chosen, found
         missing -= covered
-        yield replace(Case(), **{name: axes[name][at] for name, at in best.items()})  # type: ignore[arg-type]
+        case = replace(Case(), **{name: axes[name][at] for name, at in best.items()})  # type: ignore[arg-type]
+        yield replace(case, kv_heads=1) if case.ratio > 8 or case.widths[0] > 256 else case
 
 
 def build(case: Case, seed: int = 0) -> tuple[mx.array, LayerView, mx.array | None]:
@@ -138,15 +139,16 @@ def definition(case: Case, queries: mx.array, view: LayerView, sinks: mx.array |
     for row, length in enumerate(case.lengths):
         oldest = 0 if case.window is None else max(0, length - case.window)
         slots = slots_of(tables[row], np.arange(oldest - firsts[row], length - firsts[row]), case.block_size)
-        for head in range(case.heads):
-            kv_head = head // case.ratio
-            scores = keys[slots, kv_head] @ asked[row, head] * case.scale
+        for kv_head in range(case.kv_heads):
+            heads = slice(kv_head * case.ratio, (kv_head + 1) * case.ratio)
+            scores = asked[row, heads] @ keys[slots, kv_head].T * case.scale
             if case.softcap:
                 scores = case.softcap * np.tanh(scores / case.softcap)
             if sinks is not None:
-                scores = np.append(scores, float(np.array(sinks)[head]))
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights[: len(slots)] @ values[slots, kv_head] / weights.sum()
+                scores = np.concatenate([scores, np.array(sinks, np.float64)[heads, None]], axis=1)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            out[row, heads] = weights[:, : len(slots)] @ values[slots, kv_head]
     return out
 
 

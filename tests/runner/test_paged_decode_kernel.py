@@ -1,65 +1,68 @@
-"""The decode kernel against the reference over a grid of shapes; needs a GPU."""
+"""The decode kernel on a GPU: the grid of gpu_kernel_grid.py, and the check at load."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import mlx.core as mx
-import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_kernel_grid as grid
+
 from headrace.runner.attention.kernel_check import choose_kernel, random_case
-from headrace.runner.attention.paged_decode import PagedDecodeKernel
-from headrace.runner.attention.reference import paged_attention
+from headrace.runner.attention.paged_decode import CUDA_FLOATS, METAL_FLOATS, Form, PagedDecodeKernel, refusal
 from headrace.runner.kv_pool import LayerShape
 
-pytestmark = pytest.mark.skipif(mx.default_device() != mx.gpu, reason="needs a GPU: MLX computes on the CPU here")
-
-LENGTHS = [1, 2, 31, 32, 33, 64, 127, 128, 129, 300, 1025]
-
-
-def compare(
-    layer: LayerShape, heads: int, lengths: list[int], window: int | None = None, **options: object
-) -> None:
-    kernel = PagedDecodeKernel.for_device()
-    assert kernel is not None
-    queries, view = random_case(layer, heads, lengths, 32, window)
-    assert kernel.supports(queries, view)
-    sinks = options.get("sinks")
-    expected = paged_attention(queries, view, layer.key_dim**-0.5, window, sinks).astype(mx.float32)  # type: ignore[arg-type]
-    got = kernel(queries, view, layer.key_dim**-0.5, window, sinks).astype(mx.float32)  # type: ignore[arg-type]
-    worst = np.abs(np.array(expected) - np.array(got)).max()
-    assert worst < (2e-3 if layer.dtype == mx.float32 else 3e-2)
+on_a_gpu = pytest.mark.skipif(mx.default_device() != mx.gpu, reason="needs a GPU: MLX computes on the CPU here")
+LLAMA = LayerShape(0, 8, 128, 128, mx.bfloat16)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 1), (16, 2), (16, 1), (28, 4)])
-def test_head_sizes_and_groups(dim: int, heads: int, kv_heads: int) -> None:
-    compare(LayerShape(0, kv_heads, dim, dim, mx.bfloat16), heads, LENGTHS)
+@on_a_gpu
+@pytest.mark.slow
+def test_the_grid() -> None:
+    faults = grid.run_grid(225.0, print)
+    assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_dtypes(dtype: mx.Dtype) -> None:
-    compare(LayerShape(0, 2, 128, 128, dtype), 8, LENGTHS)
-
-
-@pytest.mark.parametrize("window", [1, 16, 100, 512])
-def test_windows(window: int) -> None:
-    compare(LayerShape(0, 2, 64, 64, mx.bfloat16), 8, LENGTHS, window)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 64])
-def test_rows_and_splits(rows: int) -> None:
-    compare(LayerShape(0, 2, 128, 128, mx.bfloat16), 8, [1 + 977 * i % 4096 for i in range(rows)])
-
-
-def test_long_context_in_many_splits() -> None:
-    compare(LayerShape(0, 8, 128, 128, mx.bfloat16), 32, [20000])
-
-
-def test_sinks() -> None:
-    compare(LayerShape(0, 2, 64, 64, mx.bfloat16), 8, LENGTHS, sinks=mx.random.normal((8,)).astype(mx.bfloat16))
-    compare(LayerShape(0, 2, 64, 64, mx.bfloat16), 8, [33, 1], sinks=mx.random.normal((8,)).astype(mx.bfloat16))
-
-
-def test_the_start_up_check_takes_the_kernel() -> None:
-    choice = choose_kernel(LayerShape(0, 8, 128, 128, mx.bfloat16), 32, None, 32)
+@on_a_gpu
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_check_at_load_takes_the_kernel(bits: int | None) -> None:
+    choice = choose_kernel(replace(LLAMA, bits=bits), 32, None, 32)
     assert choice.kernel is not None, choice.note
+
+
+def test_the_grid_needs_few_compilations() -> None:
+    chosen = grid.forms()
+    assert len({(case.widths, case.bits) for case in chosen}) == 27
+    assert grid.compilations(chosen) <= 45
+
+
+def test_what_the_kernel_takes() -> None:
+    queries, view = random_case(LLAMA, 32, [3, 40], 32, None)
+    assert PagedDecodeKernel.supports(queries, view)
+    assert not PagedDecodeKernel.supports(mx.concatenate([queries, queries], axis=2), view)  # two queries a row
+    assert not PagedDecodeKernel.supports(queries.astype(mx.float32), view)
+    for layer in (LLAMA, replace(LLAMA, key_dim=576, value_dim=512), replace(LLAMA, key_dim=80, bits=4)):
+        assert refusal(layer) is None
+    assert refusal(replace(LLAMA, key_dim=1032)) == (
+        "key vectors of 1032 elements: the kernel takes multiples of 8 up to 1024"
+    )
+    assert "value vectors of 36" in str(refusal(replace(LLAMA, value_dim=36)))
+
+
+@pytest.mark.parametrize("floats", [CUDA_FLOATS, METAL_FLOATS])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize(
+    "widths", [(8, 8), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512), (1024, 1024)]
+)
+def test_a_form_covers_all_queries_within_its_registers(widths: tuple[int, int], ratio: int, floats: int) -> None:
+    layer = replace(LLAMA, key_dim=widths[0], value_dim=widths[1])
+    form = Form.of(layer, 8 * ratio, 32, floats, has_sinks=False, has_softcap=False)
+    assert ratio % form.queries_per_block == 0
+    pieces = [-(-width // (8 * form.lanes)) for width in widths]
+    assert 32 % form.lanes == 0
+    assert form.queries_per_block == 1 or form.queries_per_block * sum(pieces) * 8 <= floats
