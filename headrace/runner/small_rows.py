@@ -112,6 +112,11 @@ class Tiling:
         return Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
 
 
+def bounds(warps: int, sums: int) -> str:
+    """The part of a header with a block's threads; ``sums``: tiles of 8 x 16 sums that each warp keeps."""
+    return source.BOUNDS.format(threads=warps * 32, blocks=(32 if sums == 1 else 16) // warps)
+
+
 def minified(text: str) -> str:
     """Without indentation and empty lines: MLX hashes a kernel's source whenever the kernel is run."""
     return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
@@ -159,7 +164,7 @@ class KernelProducts:
         given = {name: array for name, array in extra.items() if array is not None}
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         eps = 0.0 if norm is None else norm.eps
-        y: mx.array = self._kernel((*given, *(("GATE",) if gated else ())))(
+        y: mx.array = self._kernel((*given, *(("GATE",) if gated else ())), tiling)(
             inputs=[x, dense.weight, *given.values()],
             template=[
                 ("T", x.dtype),
@@ -176,18 +181,20 @@ class KernelProducts:
         )[0]
         return y
 
-    def _kernel(self, parts: tuple[str, ...]) -> Any:
-        if parts not in self._made:
+    def _kernel(self, parts: tuple[str, ...], tiling: Tiling) -> Any:
+        limits = bounds(tiling.warps, tiling.tiles * tiling.wide)
+        key = limits, *parts
+        if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
             names = [part.lower() for part in parts if part != "GATE"]
-            self._made[parts] = mx.fast.cuda_kernel(
-                name="_".join(["small_rows", *(part.lower() for part in parts)]),
+            self._made[key] = mx.fast.cuda_kernel(
+                name="_".join(["rows", *(part.lower() for part in parts)]),
                 input_names=["x", "w", *names],
                 output_names=["y"],
                 source=minified(source.BODY),
-                header=minified(defines + source.MACHINE + source.PRODUCT),
+                header=minified(defines + source.MACHINE + source.PRODUCT + limits),
             )
-        return self._made[parts]
+        return self._made[key]
 
 
 class SmallRowsKernel:

@@ -16,6 +16,14 @@ come from the shapes that MLX passes as kernel parameters: one compiled kernel s
 
 from __future__ import annotations
 
+# MLX writes a kernel's signature; only so can the compiler be told how many threads a block has, and how many blocks
+# shall share a multiprocessor. Without it, it may give each thread more registers than there are. Comes last in a
+# header.
+BOUNDS = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
+"""
+
 MACHINE = """
 #define DEVICE __device__ __forceinline__
 DEVICE void multiply(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
