@@ -16,8 +16,8 @@ come from the shapes that MLX passes as kernel parameters: one compiled kernel s
 
 from __future__ import annotations
 
-# MLX writes a kernel's signature; only so can the compiler be told how many threads a block has, and how many blocks
-# shall share a multiprocessor. Without it, it may give each thread more registers than there are. Comes last in a
+# MLX writes a kernel's signature; only so can the compiler be told how many threads a block has, and how many
+# blocks shall share a multiprocessor. Without it, it may give each thread more registers than there are. Last in a
 # header.
 BOUNDS = """
 #undef __global__

@@ -1,0 +1,379 @@
+"""Checks and times the few-rows products and fused decoder blocks on a CUDA GPU. Not collected by pytest.
+
+    python tests/runner/gpu_products.py                   everything but the sweep, about two minutes
+    python tests/runner/gpu_products.py --only times --shapes llama-8b
+    python tests/runner/gpu_products.py --only sweep      which tiling is fastest per shape
+
+Goes on after a failure; prints all failures at the end and exits with 1. Two times per product, each with weights
+of several layers in turn, so that they come from memory:
+
+    host    microseconds per operation, many queued: whatever is slower, host or GPU
+    GPU     microseconds per operation behind a long product, while which the host queues: the GPU's share alone,
+            and the weights' bytes over it
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Tiling, plain_product
+from headrace.runner.timing import best_seconds
+
+ROWS = (1, 5, 8, 32)
+EPS = 1e-5
+failures: list[str] = []
+started = time.perf_counter()
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - started:6.1f}s]", *words, flush=True)
+
+
+def attempt(name: str, run: Callable[[], str | None]) -> None:
+    """Run one check; a returned text or an exception is a failure."""
+    try:
+        fault = run()
+    except Exception as error:
+        traceback.print_exc(limit=3)
+        fault = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    if fault:
+        failures.append(f"{name}: {fault}")
+        say("FAILED", name, fault)
+
+
+# -- are they right? ---------------------------------------------------------------------------------------
+
+PLAIN_TILINGS = (
+    Tiling(1, 1, 8, 4),
+    Tiling(1, 1, 16, 4),
+    Tiling(4, 1, 16, 4),
+    Tiling(4, 2, 8, 2),
+    Tiling(4, 4, 8, 2),
+)
+GATE_TILINGS = (Tiling(1, 2, 8, 4), Tiling(1, 2, 16, 4), Tiling(4, 2, 8, 2), Tiling(4, 4, 8, 2))
+KINDS: tuple[dict[str, bool], ...] = (
+    {},
+    {"norm": True},
+    {"norm": True, "bias": True},
+    {"residual": True},
+    {"residual": True, "bias": True},
+    {"norm": True, "gated": True},
+    {"gated": True, "bias": True},
+)
+INNER = (32, 160, 1536, 8960)
+
+
+def checks(products: KernelProducts) -> None:
+    for dtype in (mx.bfloat16, mx.float16):
+        for kind in KINDS if dtype == mx.bfloat16 else KINDS[:1] + KINDS[3:4] + KINDS[5:6]:
+            for tiling in GATE_TILINGS if kind.get("gated") else PLAIN_TILINGS:
+                name = f"{'+'.join(kind) or 'product'} {str(dtype)[9:]} {tiling}"
+                attempt(name, partial(check, products, kind, dtype, tiling))
+    say(f"checks done, {len(failures)} failures")
+
+
+def check(products: KernelProducts, kind: dict[str, bool], dtype: mx.Dtype, tiling: Tiling) -> str | None:
+    worst, where = 0.0, ""
+    for inner in INNER:
+        for rows in (1, 3, 8) if tiling.tiles == 1 else (1, 9, 17, 32):
+            arguments = random_arguments(rows, 192, inner, kind, dtype)
+            got = products(**arguments, tiling=tiling).astype(mx.float32)
+            expected = in_float32(**arguments)
+            error = float(np.array(mx.max(mx.abs(got - expected)) / mx.max(mx.abs(expected))))
+            if not error <= worst:
+                worst, where = error, f"{rows} rows, K {inner}"
+    return None if worst <= 8e-3 else f"differs by {worst:.3g} at {where}"
+
+
+def random_arguments(
+    rows: int, outputs: int, inner: int, kind: dict[str, bool], dtype: mx.Dtype
+) -> dict[str, Any]:
+    def normal(*shape: int) -> mx.array:
+        return mx.random.normal(shape).astype(dtype)
+
+    width = outputs // 2 if kind.get("gated") else outputs
+    bias = normal(outputs) if kind.get("bias") else None
+    return {
+        "x": normal(rows, 1, inner),
+        "dense": Dense(normal(outputs, inner), bias),
+        "norm": Norm(normal(inner), EPS) if kind.get("norm") else None,
+        "residual": normal(rows, 1, width) if kind.get("residual") else None,
+        "gated": bool(kind.get("gated")),
+    }
+
+
+def in_float32(x: mx.array, dense: Dense, norm: Norm | None, residual: mx.array | None, gated: bool) -> mx.array:
+    """The definition in float64 on the host."""
+
+    def host(array: mx.array) -> np.ndarray:
+        return np.array(array.astype(mx.float32)).astype(np.float64)
+
+    v = host(x).reshape(x.shape[0], -1)
+    if norm is not None:
+        v = v / np.sqrt((v * v).mean(axis=1, keepdims=True) + norm.eps) * host(norm.weight)
+    y = v @ host(dense.weight).T
+    if dense.bias is not None:
+        y = y + host(dense.bias)
+    if gated:
+        gate, up = np.split(y, 2, axis=1)
+        y = gate / (1 + np.exp(-gate)) * up
+    if residual is not None:
+        y = y.reshape(residual.shape) + host(residual)
+    return mx.array(y.astype(np.float32))
+
+
+# -- how fast are they? ------------------------------------------------------------------------------------
+
+# hidden, query outputs, key-value outputs, feed-forward width
+SHAPES = {
+    "llama-1b": (2048, 2048, 512, 8192),
+    "llama-3b": (3072, 3072, 1024, 8192),
+    "llama-8b": (4096, 4096, 1024, 14336),
+    "qwen3-0.6b": (1024, 2048, 1024, 3072),
+    "qwen2.5-1.5b": (1536, 1536, 256, 8960),
+}
+RING_BYTES = 300e6  # more than a large GPU's cache
+
+
+class Long:
+    """A long product; what depends on it starts when it is over."""
+
+    def __init__(self) -> None:
+        self.a = mx.random.normal((8192, 8192)).astype(mx.bfloat16)
+        mx.eval(self.a)
+
+    def zero(self) -> mx.array:
+        y = self.a
+        for _ in range(6):
+            y = self.a @ y * 0.0
+        return y[0, 0]
+
+
+def gpu_seconds(long: Long, chain: Callable[[mx.array], Sequence[mx.array]], count: int) -> float:
+    """Seconds per operation of ``chain(zero)``, which has ``count`` operations that wait for ``zero``."""
+
+    def timed(more: bool) -> float:
+        zero = long.zero()
+        arrays = [zero, *(chain(zero) if more else [zero + 1])]
+        start = time.perf_counter()
+        mx.eval(arrays)
+        return time.perf_counter() - start
+
+    timed(True)
+    timed(False)
+    pairs = [(timed(True), timed(False)) for _ in range(3)]
+    return (min(one for one, _ in pairs) - min(other for _, other in pairs)) / count
+
+
+def ring(outputs: int, inner: int) -> Iterator[Dense]:
+    count = max(2, min(12, int(RING_BYTES / (2 * outputs * inner)) + 1))
+    made = [Dense((mx.random.normal((outputs, inner)) * 0.02).astype(mx.bfloat16)) for _ in range(count)]
+    mx.eval([dense.weight for dense in made])
+    return cycle(made)
+
+
+def product_cases(shape: str) -> list[tuple[str, int, int, dict[str, bool]]]:
+    hidden, queries, keys, width = SHAPES[shape]
+    return [
+        ("qkv", queries + 2 * keys, hidden, {"norm": True}),
+        ("out", hidden, queries, {"residual": True}),
+        ("gate_up", 2 * width, hidden, {"norm": True, "gated": True}),
+        ("down", hidden, width, {"residual": True}),
+    ]
+
+
+def once(by: Any, weights: Iterator[Dense], arguments: dict[str, Any], **more: Any) -> mx.array:
+    result: mx.array = by(**{**arguments, "dense": next(weights)}, **more)
+    return result
+
+
+def queued(
+    by: Any, weights: Iterator[Dense], arguments: dict[str, Any], zero: mx.array, count: int = 48
+) -> list[mx.array]:
+    """``count`` products after ``zero``; residuals make them a chain."""
+    x = arguments["x"] + zero.astype(arguments["x"].dtype)
+    results = []
+    residual = arguments["residual"]
+    for _ in range(count):
+        results.append(by(**{**arguments, "dense": next(weights), "x": x, "residual": residual}))
+        residual = results[-1] if residual is not None else None
+    return results
+
+
+def times(products: KernelProducts, shapes: Sequence[str], rows_list: Sequence[int], long: Long) -> None:
+    print("shape product N x K | rows | host us own, mlx | GPU us own, mlx | GPU TB/s own, mlx")
+    for shape in shapes:
+        for label, outputs, inner, kind in product_cases(shape):
+            weights = ring(outputs, inner)
+            for rows in rows_list:
+                attempt(
+                    f"time {shape} {label} {rows}",
+                    partial(time_one, products, f"{shape} {label}", outputs, inner, kind, rows, weights, long),
+                )
+
+
+def time_one(
+    products: KernelProducts,
+    label: str,
+    outputs: int,
+    inner: int,
+    kind: dict[str, bool],
+    rows: int,
+    weights: Iterator[Dense],
+    long: Long,
+) -> str | None:
+    arguments = random_arguments(rows, outputs, inner, kind, mx.bfloat16)
+    mx.eval([arguments[name] for name in ("x", "residual") if arguments[name] is not None])
+    host, gpu = [], []
+    for by in (products, plain_product):
+        host.append(best_seconds(partial(once, by, weights, arguments), rounds=3) * 1e6)
+        gpu.append(gpu_seconds(long, partial(queued, by, weights, arguments), 48) * 1e6)
+    rate = [2 * outputs * inner / max(us, 0.01) / 1e6 for us in gpu]
+    print(
+        f"{label:>20} {outputs:6d} x {inner:5d} | {rows:2d} | {host[0]:6.1f} {host[1]:6.1f} | "
+        f"{gpu[0]:6.1f} {gpu[1]:6.1f} | {rate[0]:5.2f} {rate[1]:5.2f}",
+        flush=True,
+    )
+    return None
+
+
+# -- which tiling? -----------------------------------------------------------------------------------------
+
+
+def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: float) -> None:
+    end = time.perf_counter() + limit_s
+    for shape in shapes:
+        for label, outputs, inner, kind in product_cases(shape):
+            weights = ring(outputs, inner)
+            for rows in (8, 32):
+                arguments = random_arguments(rows, outputs, inner, kind, mx.bfloat16)
+                gated = bool(kind.get("gated"))
+                found = []
+                for tiling in candidates(rows, outputs, gated):
+                    if time.perf_counter() > end:
+                        say("sweep: out of time")
+                        return
+                    by = partial(products, tiling=tiling)
+                    try:
+                        us = gpu_seconds(long, partial(queued, by, weights, arguments), 48) * 1e6
+                    except Exception as error:
+                        say(f"{shape} {label} {tiling}: {str(error).splitlines()[0][:100]}")
+                        continue
+                    found.append((us, tiling))
+                default = Tiling.of(rows, outputs, gated=gated)
+                found.sort(key=lambda pair: pair[0])
+                words = ", ".join(
+                    f"{'*' if t == default else ''}{t.tiles}/{t.wide}/{t.warps}/{t.deep} {us:.1f}"
+                    for us, t in found
+                )
+                say(f"{shape} {label} {outputs} x {inner}, {rows} rows, us by tiles/wide/warps/deep: {words}")
+
+
+def candidates(rows: int, outputs: int, gated: bool) -> list[Tiling]:
+    tiles = 1 if rows <= 8 else 4
+    made = {Tiling.of(rows, outputs, gated=gated)}
+    for wide in (2, 4) if gated else (1, 2, 4):
+        for warps in (4, 8, 16):
+            for deep in (2, 4, 8):
+                registers = 8 * wide * deep + 4 * tiles * deep + 4 * wide * tiles + 30
+                fits = outputs % (16 * wide) == 0 and warps // 2 * wide * tiles * 512 <= 40000
+                if fits and registers * warps * 32 <= 60000 and tiles * wide * warps >= 8:
+                    made.add(Tiling(tiles, wide, warps, deep))
+    return sorted(made, key=lambda t: (t.wide, t.warps, t.deep))
+
+
+# -- decoder blocks ----------------------------------------------------------------------------------------
+
+
+def blocks(names: Sequence[str]) -> None:
+    for name in names:
+        attempt(f"blocks {name}", partial(check_blocks, name))
+
+
+def check_blocks(name: str) -> str | None:
+    import model_shapes
+
+    from headrace.runner.attention.dispatch import install
+    from headrace.runner.attention.paged_decode import PagedDecodeKernel
+    from headrace.runner.attention.rotate_store import RotateAndStore
+    from headrace.runner.pool_store import PoolStore
+    from headrace.runner.small_rows import SmallRowsKernel
+    from headrace.runner.substitutions import block_check
+    from headrace.runner.substitutions.decoder_block import FusedBlock
+    from headrace.runner.substitutions.fused_linear import fuse_projections
+
+    whole = dict(model_shapes.SHAPES[name])
+    try:
+        model_shapes.SHAPES[name]["num_hidden_layers"] = 4
+        model = model_shapes.random_model(name)
+    finally:
+        model_shapes.SHAPES[name].update(whole)
+    install(PagedDecodeKernel.for_device())
+    fuse_projections(model)
+    store, rotate = PoolStore.checked(), RotateAndStore.for_device()
+    if store is None or rotate is None:
+        return "no in-place store on this device"
+    products = SmallRowsKernel()
+    begin = time.perf_counter()
+    count, note = block_check.substitute_decoder_blocks(model, block_check.BlockTools(products, rotate, store))
+    say(f"{name}: {note}; {products.note()}; took {time.perf_counter() - begin:.1f} s")
+    found = [module for _, module in model.named_modules() if isinstance(module, FusedBlock)]
+    faults = [] if count == 4 else [f"fused {count} of 4"]
+    for rows in (1, 5, 9, 32, 40) if found else ():
+        fault = block_check.compare(found[0], store, rows=rows)
+        faults += [] if fault is None else [f"{rows} rows: {fault}"]
+        x, mask = block_check._input(found[0], rows), block_check.PagedMask(None)
+        view = block_check._view(found[0], store, rows)
+        own, usual = (
+            best_seconds(partial(block_check._run, block, x, mask, view), rounds=3, repeat=6) / 4 * 1e6
+            for block in (found[0], found[0].inner)
+        )
+        say(f"{name}: {rows} rows, us per block, queued: fused {own:.0f}, unmodified {usual:.0f}")
+    del model, found
+    mx.clear_cache()
+    return "; ".join(faults) or None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="checks,blocks,times", help="checks, blocks, times, sweep")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--sweep-seconds", type=float, default=240.0)
+    args = parser.parse_args()
+    if mx.default_device() != mx.gpu or mx.metal.is_available():
+        sys.exit("needs a CUDA GPU")
+    parts, shapes = args.only.split(","), args.shapes.split(",")
+    products, long = KernelProducts(), Long()
+    if "checks" in parts:
+        checks(products)
+    if "blocks" in parts:
+        blocks(args.blocks.split(","))
+    if "times" in parts:
+        times(products, shapes, [int(rows) for rows in args.rows.split(",")], long)
+    if "sweep" in parts:
+        sweep(products, shapes, long, args.sweep_seconds)
+    say(f"{len(failures)} failures")
+    for failure in failures:
+        print("FAILED", failure)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
