@@ -22,6 +22,7 @@ MIN_SEQUENCE_TOKENS = 256  # a pool that cannot hold one sequence this long is r
 CHUNKS_UNDER_WAY = 6  # chunks whose blocks a sliding group may hold beside the windows
 # On the CPU the pool is filled with zeros at start and attention over long contexts is slow: ask for more.
 CPU_POOL_BYTES = 4 << 30
+LOWERED = "model length lowered"
 CONTEXTS = (2048, 8192, 32768)  # for people: how many sequences fit
 
 
@@ -92,6 +93,11 @@ class MemoryPlan:
     prefix_cache_blocks: tuple[int, ...]
     notes: tuple[str, ...]
 
+    @property
+    def lowered(self) -> str:
+        """The note that says that the model length was lowered; "": it was not."""
+        return next((note for note in self.notes if note.startswith(LOWERED)), "")
+
     def sequences_at(self, context: int) -> int:
         """How many sequences of ``context`` tokens fit at once; 0 beyond ``max_model_len``."""
         if context > self.max_model_len:
@@ -131,6 +137,8 @@ class MemoryPlan:
             numbers[f"blocks_{group.name}"] = blocks
         for context in CONTEXTS:
             numbers[f"sequences_at_{context}"] = self.sequences_at(context)
+        if self.lowered:
+            numbers["model_len_lowered"] = self.lowered
         if self.notes:
             numbers["notes"] = "; ".join(self.notes)
         return numbers
@@ -223,7 +231,7 @@ def _length_in_scratch(own: ContextScratch | None, wanted_len: int, notes: list[
             "needed; a smaller model, or a lower --memory-headroom, would fit"
         )
     notes.append(
-        f"model length lowered from {wanted_len} to {own.max_len} tokens: this model computes attention itself, "
+        f"{LOWERED} from {wanted_len} to {own.max_len} tokens: this model computes attention itself, "
         f"{per_token:,} bytes a token of a sequence within {_mib(own.nbytes)}; a lower --memory-headroom raises it"
     )
     return own.max_len
@@ -256,7 +264,7 @@ def _lowered(layout: KVLayout, config: EngineConfig, wanted_len: int, held: int,
     if config.kv_cache_dtype == "auto":
         ways.append("--kv-cache-dtype int8")
     return (
-        f"model length lowered from {wanted_len} to {held} tokens: the KV pool of {_mib(pool_bytes)} holds no "
+        f"{LOWERED} from {wanted_len} to {held} tokens: the KV pool of {_mib(pool_bytes)} holds no "
         f"more, {wanted_len} take {needed}; {', '.join(ways)} raises it, --max-model-len {held} asks for no more"
     )
 

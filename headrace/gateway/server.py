@@ -279,8 +279,11 @@ class _Server:
         return settings
 
     async def _announce(self, client: WorkerClient) -> None:
-        """Exactly one line when the model first answers: where, and something to paste."""
+        """One line when the model first answers: where, and something to paste. Before it, a length cut short."""
         await client.first_ready.wait()
+        ready = client.state().ready
+        if ready is not None and "model_len_lowered" in ready.plan:
+            print(f"Note: {ready.plan['model_len_lowered']}")
         print(ready_line(self._config, self._listener.getsockname()[1]), flush=True)
 
     async def _all_drained(self) -> None:
