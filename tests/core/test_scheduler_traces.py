@@ -169,3 +169,23 @@ def test_manager_is_what_the_scheduler_is_built_on() -> None:
     manager = KVCacheManager(layout(4, None, 8), (10, 3), True, (None, None))
     assert manager.max_tokens == 40  # 3 blocks hold any window of 8
     assert KVCacheManager(layout(4, None, 10), (10, 3), True, (None, None)).max_tokens == 12
+
+
+def test_pressure_shrinks_sliding_pools_and_one_long_prompt_still_runs() -> None:
+    """Down to a window and a small chunk, while the window moves on, and back."""
+    config = SchedulerConfig(max_num_seqs=4, max_model_len=200, prefill_step_size=64)
+    engine = Engine(config, layout(4, None, 10), (60, 40), is_ahead=True)
+    long, short = request("long", list(range(20)) * 8, max_tokens=30), request("short", [1, 2, 3], max_tokens=60)
+    engine.add(short)
+    for _ in range(5):
+        engine.step()
+    engine.resize(0.0)
+    sizes = engine.scheduler.pool_sizes
+    assert sizes == (50, 4 + 4), "a sequence of 200 tokens; a window of 10 in at most 4 blocks, and a chunk of 4"
+    engine.add(long)
+    for _ in range(30):
+        engine.step()
+    engine.resize(1.0)
+    assert engine.scheduler.pool_sizes == (60, 40)
+    engine.run(at_most=2000)
+    engine.check_outputs()
