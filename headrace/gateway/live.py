@@ -66,7 +66,7 @@ class _Sample:
 
 
 class Live:
-    """The points of one engine; at most ``HISTORY_POINTS`` are kept."""
+    """The points of one engine, ``interval_s`` apart; at most ``HISTORY_POINTS`` are kept."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Live:
     ) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._clock = clock
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._samples: deque[_Sample] = deque()
@@ -95,7 +95,7 @@ class Live:
         """The last point, taken now when it is due."""
         now = self._clock()
         if now >= self._due_s:
-            self._due_s = now + self._interval_s
+            self._due_s = now + self.interval_s
             self._history.append(self._take(now))
         return self._history[-1]
 
@@ -109,7 +109,7 @@ class Live:
     def _take(self, now: float) -> Point:
         state = self._engine.state()
         samples = self._samples
-        if samples and now - samples[-1].at_s > max(GAP_S, 3 * self._interval_s):
+        if samples and now - samples[-1].at_s > max(GAP_S, 3 * self.interval_s):
             samples.clear()
         samples.append(self._sample(now, state))
         while now - samples[0].at_s > LATENCY_WINDOW_S:

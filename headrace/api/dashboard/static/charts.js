@@ -22,8 +22,8 @@ export function niceMax(value) {
 
 export class LineChart {
   /**
-   * @param options `title`; `series`: [{name, value: point => number|null}]; `format` of a value; `headline`: points
-   *   => [text, unit]; `max`: of the scale, when it is fixed; `least`: the smallest scale.
+   * @param options `title`; `series`: [{name, value: point => number|null}]; `format` of a value; `tick` of the scale,
+   *   if that differs; `headline`: point => [text, unit]; `max`: of the scale, when it is fixed; `least`: the smallest.
    */
   constructor(options) {
     this.options = options;
@@ -41,7 +41,7 @@ export class LineChart {
       el("li", { class: `s${index + 1}` }, el("span", { class: "swatch" }), `${series.name} `, this.values[index]),
     );
     this.when = el("li");
-    this.legend = el("ul", { class: "legend" }, ...legend, this.when);
+    this.legend = el("ul", { class: "legend" }, ...(legend.length > 1 ? legend : []), this.when);
     this.figure = el(
       "figure",
       { class: "chart" },
@@ -72,7 +72,7 @@ export class LineChart {
       const y = this.y(value);
       set(line, { x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
       set(label, { x: LEFT - 6, y });
-      say(label, this.options.format(value));
+      say(label, (this.options.tick ?? this.options.format)(value));
     });
     set(this.times[0], { x: LEFT, y: HEIGHT - 2 });
     set(this.times[1], { x: this.width - RIGHT, y: HEIGHT - 2 });
@@ -86,7 +86,7 @@ export class LineChart {
     const texts = this.options.series.map((series) => this.options.format(point ? series.value(point) : null));
     texts.forEach((text, index) => say(this.values[index], text));
     say(this.when, this.hovered === null || !point ? "" : `at ${new Date(point.at * 1000).toLocaleTimeString()}`);
-    const [text, unit] = this.options.headline(this.points);
+    const [text, unit] = this.options.headline(point ?? null);
     this.now.replaceChildren(text, ...(unit ? [el("small", {}, unit)] : []));
     const told = this.options.series.map((series, index) => `${series.name} ${texts[index]}`).join(", ");
     this.svg.setAttribute("aria-label", `${this.options.title}, the last ${HISTORY_S / 60} minutes. Now: ${told}.`);

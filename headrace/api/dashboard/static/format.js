@@ -7,10 +7,10 @@ const known = (value) => value !== null && value !== undefined;
 
 export const count = (value) => (known(value) ? whole.format(value) : DASH);
 
-/** A rate: one decimal below 100. */
+/** A rate: one decimal below 100 where there is one. */
 export function rate(value) {
   if (!known(value)) return DASH;
-  return value > 0 && value < 99.95 ? value.toFixed(1) : whole.format(value);
+  return value < 99.95 && !Number.isInteger(value) ? value.toFixed(1) : whole.format(value);
 }
 
 export function percent(share) {

@@ -7,11 +7,13 @@ import { subscribe } from "./state.js";
 
 const SHARES = ["p50", "p90", "p99"];
 
-const last = (points) => points[points.length - 1];
 const percentiles = (name) => SHARES.map((share, index) => ({ name: share, value: (point) => point[name]?.[index] ?? null }));
 
 /** Text and unit apart: "12.3 ms" -> ["12.3", "ms"]. */
 const split = (text) => text.split(" ");
+
+/** On a scale of durations: without digits that say nothing. */
+const tick = (value) => (value < 1 ? `${Number((value * 1000).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`);
 
 const CHARTS = [
   {
@@ -19,14 +21,14 @@ const CHARTS = [
     series: [{ name: "all requests", value: (point) => point.generation_tps }],
     format: rate,
     least: 10,
-    headline: (points) => [rate(last(points)?.generation_tps), "tok/s"],
+    headline: (point) => [rate(point?.generation_tps), "tok/s"],
   },
   {
     title: "Prompt tokens per second",
     series: [{ name: "all requests", value: (point) => point.prompt_tps }],
     format: rate,
     least: 10,
-    headline: (points) => [rate(last(points)?.prompt_tps), "tok/s"],
+    headline: (point) => [rate(point?.prompt_tps), "tok/s"],
   },
   {
     title: "Requests",
@@ -36,21 +38,23 @@ const CHARTS = [
     ],
     format: (value) => (value === null || Number.isInteger(value) ? count(value) : value.toFixed(1)),
     least: 2,
-    headline: (points) => [points.length ? count(last(points).running + last(points).waiting) : "–", ""],
+    headline: (point) => [count(point && point.running + point.waiting), ""],
   },
   {
     title: "Time to first token",
     series: percentiles("ttft_s"),
     format: seconds,
     least: 0.01,
-    headline: (points) => split(seconds(last(points)?.ttft_s?.[0])),
+    tick,
+    headline: (point) => split(seconds(point?.ttft_s?.[0])),
   },
   {
     title: "Time between tokens",
     series: percentiles("itl_s"),
     format: seconds,
     least: 0.001,
-    headline: (points) => split(seconds(last(points)?.itl_s?.[0])),
+    tick,
+    headline: (point) => split(seconds(point?.itl_s?.[0])),
   },
   {
     title: "Prefix cache hits, KV held",
@@ -60,7 +64,7 @@ const CHARTS = [
     ],
     format: percent,
     max: 1,
-    headline: (points) => split(percent(last(points)?.hit_rate)),
+    headline: (point) => split(percent(point?.hit_rate)),
   },
 ];
 

@@ -9,6 +9,8 @@ const TONES = { waiting: "warn", prefill: "", decode: "good" };
 
 const rows = new Map(); // request id -> Row
 
+const cell = (props, ...children) => el("td", { role: "cell", ...props }, ...children);
+
 class Row {
   constructor(request) {
     this.id = request.id;
@@ -18,17 +20,17 @@ class Row {
     this.cached = el("small");
     this.output = el("span");
     this.most = el("small");
-    this.age = el("td", { class: "number" });
+    this.age = cell({ class: "number", "data-label": "age" });
     this.button = el("button", { type: "button", "aria-label": `Cancel ${request.id}`, click: () => this.cancel() }, "Cancel");
     this.element = el(
       "tr",
-      {},
-      el("td", {}, el("span", { class: "id", title: request.id }, request.id), this.where),
-      el("td", {}, this.phase),
-      el("td", { class: "number" }, this.prompt, this.cached),
-      el("td", { class: "number" }, this.output, this.most),
+      { role: "row" },
+      cell({}, el("span", { class: "id", title: request.id }, request.id), this.where),
+      cell({}, this.phase),
+      cell({ class: "number", "data-label": "prompt" }, this.prompt, this.cached),
+      cell({ class: "number", "data-label": "output" }, this.output, this.most),
       this.age,
-      el("td", {}, request.can_cancel ? this.button : null),
+      cell({}, request.can_cancel ? this.button : null),
     );
   }
 

@@ -23,7 +23,10 @@
 
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme-button");
-    const show = () => (button.textContent = `Theme: ${choice}`);
+    const show = () => {
+      button.lastChild.textContent = choice;
+      button.setAttribute("aria-label", `Theme: ${choice}`);
+    };
     show();
     button.addEventListener("click", () => {
       choice = CHOICES[(CHOICES.indexOf(choice) + 1) % CHOICES.length];

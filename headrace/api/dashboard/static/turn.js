@@ -102,7 +102,7 @@ export class Turn {
     }
     if (this.first !== null) parts.push(`first after ${seconds((this.first - this.began) / 1000)}`);
     const decode_s = (this.last - this.first) / 1000;
-    if (this.usage?.completion_tokens > 1 && decode_s > 0) {
+    if (this.usage?.completion_tokens > 1 && decode_s >= 0.1) {
       parts.push(`${rate((this.usage.completion_tokens - 1) / decode_s)} tok/s`);
     }
     return parts.join(" · ");
