@@ -1,6 +1,6 @@
 """Products of few rows with a large 16-bit matrix, and what a decoder block does before and after them, in one.
 
-A decode step multiplies 1 to 32 rows with every weight matrix. It is bound by reading weights and, on a fast GPU,
+A decode step multiplies 1 to some hundred rows with every weight matrix. It is bound by reading weights and, on a fast GPU,
 by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a kernel of
 our own). So one kernel streams the weights once (``small_rows_source.py``) and takes the neighbours along:
 
@@ -26,12 +26,14 @@ import numpy as np
 from headrace.runner import small_rows_source as source
 from headrace.runner.timing import best_seconds
 
-MAX_ROWS = 32
+MAX_ROWS = 128
+# Rows of one thread block; blocks of other rows read the same weights from the cache.
+BLOCK_ROWS = 32
 # Thread blocks that keep a large GPU busy, two per multiprocessor; outputs per block are chosen by it.
 BUSY_BLOCKS = 264
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
-MEASURED_ROWS = (1, 8, MAX_ROWS)
+MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
 _KINDS = (mx.bfloat16, mx.float16)
 
 
@@ -102,7 +104,7 @@ class Tiling:
     @staticmethod
     def of(rows: int, outputs: int, *, gated: bool) -> Tiling:
         """Few rows: narrow blocks, many of them. More rows: wider ones, which read the inputs less often."""
-        tiles = 1 if rows <= 8 else MAX_ROWS // 8
+        tiles = 1 if rows <= 8 else BLOCK_ROWS // 8
         least = 2 if gated else 1
         wide = least
         while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= BUSY_BLOCKS // 2:
@@ -174,7 +176,7 @@ class KernelProducts:
                 ("DEEP", tiling.deep),
                 ("EPS", int(np.float32(eps).view(np.int32))),
             ],
-            grid=(outputs // (16 * tiling.wide) * tiling.warps * 32, 1, 1),
+            grid=(outputs // (16 * tiling.wide) * tiling.warps * 32, -(-x.shape[0] // (8 * tiling.tiles)), 1),
             threadgroup=(tiling.warps * 32, 1, 1),
             output_shapes=[shape],
             output_dtypes=[x.dtype],

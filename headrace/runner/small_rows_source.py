@@ -1,6 +1,7 @@
 """CUDA source of the products of few rows (``small_rows.py``) and of experts (``substitutions/moe_decode.py``).
 
-    block    NT tiles of 16 outputs; W warps share the inner dimension, each takes a run of its 32-wide chunks
+    block    NT tiles of 16 outputs, MT tiles of 8 rows; more rows are more blocks, which find the weights in the
+             cache. W warps share the inner dimension, each takes a run of its 32-wide chunks
     warp     tensor-core products of 16 outputs x 8 rows x 16 inner positions. A lane reads 16 bytes of a weight
              row and of an input row and uses them as fragments as they come: the inner positions are permuted the
              same way in both operands, which a sum does not notice; nothing is shuffled or staged
@@ -162,7 +163,8 @@ BODY = """
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
   __shared__ float factors[MT * 8];
-  const int M = x_shape[0];
+  const int row0 = blockIdx.y * MT * 8;
+  const int M = x_shape[0] - row0 < MT * 8 ? x_shape[0] - row0 : MT * 8;
   const int N = w_shape[0];
   const int K = w_shape[1];
   const int warp = threadIdx.x / 32;
@@ -184,7 +186,7 @@ BODY = """
   float total[NT][MT][4] = {};
   float squares[MT] = {};
   for (int m = 0; m < MT; ++m) {
-    inputs[m] = x + size_t(m * 8 + g) * K + t * 8;
+    inputs[m] = x + size_t(row0 + m * 8 + g) * K + t * 8;
     real[m] = m * 8 + g < M;
   }
   const int chunks = K / 32;
@@ -212,12 +214,12 @@ BODY = """
 #ifdef BIAS
     up += float(bias[N / 2 + first + n]);
 #endif
-    y[size_t(m) * (N / 2) + first + n] = T(gate(sum, up));
+    y[size_t(row0 + m) * (N / 2) + first + n] = T(gate(sum, up));
 #else
 #ifdef RESIDUAL
-    sum += float(residual[size_t(m) * N + first + n]);
+    sum += float(residual[size_t(row0 + m) * N + first + n]);
 #endif
-    y[size_t(m) * N + first + n] = T(sum);
+    y[size_t(row0 + m) * N + first + n] = T(sum);
 #endif
   }
 """

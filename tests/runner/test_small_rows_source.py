@@ -57,7 +57,7 @@ def program(case: Case) -> str:
     lines += [f"void kernel(const int* x_shape, const int* w_shape, {names}) {{ {source.BODY} }}"]
     lines += [
         f"""extern "C" void run(int blocks, const int* x_shape, const int* w_shape, {names}) {{
-          shim::launch_cuda({{uint(blocks), 1, 1}}, W * 32,
+          shim::launch_cuda({{uint(blocks), uint((x_shape[0] + MT * 8 - 1) / (MT * 8)), 1}}, W * 32,
             [&] {{ kernel(x_shape, w_shape, x, w, norm, bias, residual, y); }});
         }}"""
     ]
@@ -92,6 +92,8 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
         Case(6, 96, 192, ("NORM", "GATE"), wide=2),
         Case(32, 128, 224, ("NORM", "GATE"), tiles=4, wide=4, deep=2),
         Case(17, 64, 128, ("GATE", "BIAS"), tiles=4, wide=2, type="__half"),
+        Case(45, 32, 96, ("RESIDUAL",), tiles=4),
+        Case(70, 64, 128, ("NORM", "GATE", "BIAS"), tiles=4, wide=2),
     ],
     ids=str,
 )
