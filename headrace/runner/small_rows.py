@@ -1,7 +1,7 @@
 """Products of few rows with a large 16-bit matrix, and what a decoder block does before and after them, in one.
 
-A decode step multiplies 1 to some hundred rows with every weight matrix. It is bound by reading weights and, on a fast GPU,
-by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a kernel of
+A decode step multiplies 1 to some hundred rows with every weight matrix. It is bound by reading weights and, on a
+fast GPU, by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a kernel of
 our own). So one kernel streams the weights once (``small_rows_source.py``) and takes the neighbours along:
 
     y = x W^T + bias           x may be RMS-normalized first,
