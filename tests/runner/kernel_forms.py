@@ -79,7 +79,7 @@ extern "C" void run_{index}({inputs}, int rows, float* parts, float* stats, T* o
 
 def _constants(form: paged_decode.Form) -> str:
     lines = []
-    for name, value in dict(form.template + form.combine_template).items():
+    for name, value in dict(form.template(whole=True) + form.combine_template).items():
         is_type = isinstance(value, mx.Dtype)
         lines.append(f"using {name} = {TYPES[value]};" if is_type else f"constexpr int {name} = {value};")
     return "\n".join(lines)

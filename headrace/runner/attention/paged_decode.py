@@ -57,8 +57,8 @@ class Form:
         batch = 4 if 4 * (width * pieces + per_block) <= (CUDA_FLOATS - per_block * pieces * 8) // 2 + 32 else 2
         return Form(layer, heads, block_size, lanes, per_block, batch, has_sinks, has_softcap)
 
-    @property
-    def template(self) -> list[tuple[str, Any]]:
+    def template(self, *, whole: bool) -> list[tuple[str, Any]]:
+        """Constants of the decode kernel; ``whole``: one split, which writes the result and so knows the sinks."""
         layer = self.layer
         constants: list[tuple[str, Any]] = [
             ("T", layer.dtype),
@@ -70,9 +70,10 @@ class Form:
             ("BS", self.block_size),
             ("LP", self.lanes),
             ("U", self.batch),
-            ("HAS_SINKS", int(self.has_sinks)),
             ("HAS_SOFTCAP", int(self.has_softcap)),
         ]
+        if whole:
+            constants.append(("HAS_SINKS", int(self.has_sinks)))
         key, value = layer.key_packing, layer.value_packing
         if key is not None and value is not None:
             constants += [("S", scale_dtype(layer.dtype)), ("GK", key.group_size), ("GV", value.group_size)]
@@ -187,7 +188,7 @@ class PagedDecodeKernel:
                 sink_values,
                 _mark(pool, view.layer),
             ],
-            "template": form.template,
+            "template": form.template(whole=splits == 1),
             "grid": (splits * threads, heads // form.queries_per_block, rows),
             "threadgroup": (threads, 1, 1),
         }

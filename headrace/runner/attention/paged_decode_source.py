@@ -103,8 +103,8 @@ def defines(bits: int | None, *, whole: bool) -> str:
 
 
 # Template constants: T, DK and DV elements of a key and a value, G queries per KV head, GT of them per block, KV
-# heads, BS block size, LP lanes per token (a power of two), U tokens per lane group at once, HAS_SINKS,
-# HAS_SOFTCAP; packed, S type of scales and biases, GK and GV elements that share one. What changes with the batch
+# heads, BS block size, LP lanes per token (a power of two), U tokens per lane group at once, HAS_SOFTCAP; WHOLE,
+# HAS_SINKS; packed, S type of scales and biases, GK and GV elements that share one. What changes with the batch
 # is an input, so that one compiled kernel serves all batches.
 # Inputs: q [B, H, DK] of T, k [slots, KV, DK] and v [slots, KV, DV] of T, tables [B, width], bases [B], ends [B],
 # sizes [3] int32 (table width, splits, window or 0), params [2] float32 (scale, softcap or 0), sinks [H] float32,
