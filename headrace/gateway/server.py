@@ -31,6 +31,7 @@ import uvicorn
 import uvloop
 
 from headrace.config import ServerConfig
+from headrace.core.collector import settle_collector
 from headrace.core.machine import read_memory
 from headrace.errors import HeadraceError, NotReady, StartupError
 from headrace.gateway import logs
@@ -250,7 +251,9 @@ class _Server:
         self._config = new
         self._client.set_max_held(new.engine.max_queue)
         self._metrics.add_keys(_key_names(new))
-        self._front.app = app or self._front.app
+        if app is not None:
+            self._front.app = app
+            settle_collector()
         log.info("reload: done")
         return ""
 

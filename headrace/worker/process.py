@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.core.collector import settle_collector
 from headrace.core.scheduler import Scheduler
 from headrace.errors import StartupError
 from headrace.worker.engine import Engine, MemoryUse, Runner
@@ -86,6 +87,7 @@ def run_worker(load: Load) -> int:
         engine = Engine(
             loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars, announce=mailbox.send
         )
+        settle_collector()
         mailbox.send(loaded.ready)
         mailbox.send(Heartbeat(engine.stats()))  # the pools' state, before anybody can ask
         return serve(engine, mailbox, heartbeat, watch)
