@@ -18,7 +18,7 @@ import numpy as np
 from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_packing import VectorPacking
+from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.timing import best_seconds
@@ -82,8 +82,9 @@ def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
             own, reference = own + count * times[0], reference + count * times[1]
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, the reference can serve.
-        what = str(error).strip() or type(error).__name__
-        return KernelChoice(None, f"reference attention: the kernel failed ({form}): {what.splitlines()[0][:160]}")
+        what = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        where = "" if form is None else f" ({form})"
+        return KernelChoice(None, f"reference attention: the kernel failed: {what}{where}")
     layers = sum(forms.values())
     own, reference = own / layers * 1e6, reference / layers * 1e6
     described = "; ".join(str(form) for form in forms)
@@ -109,12 +110,25 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
     for lengths in (mixed, [1 + 37 * row % 211 for row in range(96)]):
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5
-        expected = paged_attention(queries, view, scale, form.window).astype(mx.float32)
+        expected = paged_attention(queries.astype(mx.float32), _unrounded(view), scale, form.window)
         got = kernel(queries, view, scale, form.window).astype(mx.float32)
         worst = float(np.array(mx.max(mx.abs(expected - got))))
         if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
             return f"the kernel's outputs differ by {worst:.3g} here ({form})"
     return None
+
+
+def _unrounded(view: LayerView) -> LayerView:
+    """The same keys and values as float32, not packed: the reference would round what it unpacks to 16 bits."""
+    pool, layer = view.pool, view.pool.layers[0]
+    exact = KVPool([replace(layer, bits=None, dtype=mx.float32)], [1], pool.block_size, head_major=False)
+    exact.keys[0] = _float32(pool.keys[0], pool.key_affine[0], layer.key_packing)
+    exact.values[0] = _float32(pool.values[0], pool.value_affine[0], layer.value_packing)
+    return LayerView(exact, 0, view.batch)
+
+
+def _float32(array: mx.array, affine: tuple[mx.array, ...], packing: VectorPacking | None) -> mx.array:
+    return array.astype(mx.float32) if packing is None else packing.unpack(Packed(array, *affine), mx.float32)
 
 
 def _times(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> tuple[float, float]:
