@@ -1,8 +1,9 @@
 """Products of few rows with a large 16-bit matrix, and what a decoder block does before and after them, in one.
 
 A decode step multiplies 1 to some hundred rows with every weight matrix. It is bound by reading weights and, on a
-fast GPU, by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a kernel of
-our own). So one kernel streams the weights once (``small_rows_source.py``) and takes the neighbours along:
+fast GPU, by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a
+kernel of our own). So one kernel streams the weights once (``small_rows_source.py``) and takes the neighbours
+along:
 
     y = x W^T + bias           x may be RMS-normalized first,
                                y may be the gated halves SiLU(gate) * up, or have a residual added
@@ -34,7 +35,7 @@ BUSY_BLOCKS = 264
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
-_KINDS = (mx.bfloat16, mx.float16)
+KINDS = (mx.bfloat16, mx.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def takes(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> b
     """Whether the kernel can compute this product at all."""
     outputs, inner = dense.weight.shape
     return (
-        dtype in _KINDS
+        dtype in KINDS
         and dtype == dense.weight.dtype
         and (dense.bias is None or dense.bias.dtype == dtype)
         and 1 <= rows <= MAX_ROWS
@@ -176,7 +177,7 @@ class KernelProducts:
                 ("DEEP", tiling.deep),
                 ("EPS", int(np.float32(eps).view(np.int32))),
             ],
-            grid=(outputs // (16 * tiling.wide) * tiling.warps * 32, -(-x.shape[0] // (8 * tiling.tiles)), 1),
+            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, outputs // (16 * tiling.wide), 1),
             threadgroup=(tiling.warps * 32, 1, 1),
             output_shapes=[shape],
             output_dtypes=[x.dtype],
@@ -225,13 +226,15 @@ class SmallRowsKernel:
     ) -> mx.array:
         form = _form(dense, norm, residual, gated)
         own = takes(x.shape[0], x.dtype, dense, gated=gated) and self._wins.get(
-            (_bucket(x.shape[0]), *form), False
+            (measured_bucket(x.shape[0]), *form), False
         )
         return (self._own if own else plain_product)(x, dense, norm=norm, residual=residual, gated=gated)
 
     def wins(self, rows: int, dense: Dense) -> bool:
         """What ``measure`` found for the product alone, in the bucket of ``rows``; False where it did not look."""
-        return rows <= MAX_ROWS and self._wins.get((_bucket(rows), *_form(dense, None, None, False)), False)
+        return rows <= MAX_ROWS and self._wins.get(
+            (measured_bucket(rows), *_form(dense, None, None, False)), False
+        )
 
     def measure(
         self,
@@ -249,12 +252,12 @@ class SmallRowsKernel:
         for rows in MEASURED_ROWS:
             x = mx.random.normal((rows, 1, inner)).astype(dense.weight.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
-            key = (_bucket(rows), *_form(dense, norm, added, gated))
+            key = (measured_bucket(rows), *_form(dense, norm, added, gated))
             if key in self._wins or not takes(rows, x.dtype, dense, gated=gated):
                 continue
             try:
                 worst = max(
-                    _difference(
+                    largest_difference(
                         *(
                             by(x, layer, norm=norm, residual=added, gated=gated)
                             for by in (self._own, plain_product)
@@ -293,7 +296,7 @@ def _next(
     return products(x, dense, norm=norm, residual=residual, gated=gated)
 
 
-def _difference(got: mx.array, expected: mx.array) -> float:
+def largest_difference(got: mx.array, expected: mx.array) -> float:
     """Largest difference over the largest value; NaN stays."""
     expected = expected.astype(mx.float32)
     worst = mx.max(mx.abs(got.astype(mx.float32) - expected)) / mx.max(mx.abs(expected))
@@ -305,7 +308,8 @@ def _form(dense: Dense, norm: Norm | None, residual: mx.array | None, gated: boo
     return "+".join(kind) or "product", *dense.weight.shape, dense.bias is not None
 
 
-def _bucket(rows: int) -> int:
+def measured_bucket(rows: int) -> int:
+    """The measured number of rows that ``rows`` goes by; 0 above all of them."""
     return next((most for most in MEASURED_ROWS if rows <= most), 0)
 
 

@@ -1,7 +1,8 @@
 """CUDA source of the products of few rows (``small_rows.py``) and of experts (``substitutions/moe_decode.py``).
 
-    block    NT tiles of 16 outputs, MT tiles of 8 rows; more rows are more blocks, which find the weights in the
-             cache. W warps share the inner dimension, each takes a run of its 32-wide chunks
+    block    NT tiles of 16 outputs, MT tiles of 8 rows; more rows are more blocks, started one after another so
+             that they find the weights in the cache. W warps share the inner dimension, each takes a run of its
+             32-wide chunks
     warp     tensor-core products of 16 outputs x 8 rows x 16 inner positions. A lane reads 16 bytes of a weight
              row and of an input row and uses them as fragments as they come: the inner positions are permuted the
              same way in both operands, which a sum does not notice; nothing is shuffled or staged
@@ -163,7 +164,7 @@ BODY = """
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
   __shared__ float factors[MT * 8];
-  const int row0 = blockIdx.y * MT * 8;
+  const int row0 = blockIdx.x * MT * 8;
   const int M = x_shape[0] - row0 < MT * 8 ? x_shape[0] - row0 : MT * 8;
   const int N = w_shape[0];
   const int K = w_shape[1];
@@ -175,7 +176,7 @@ BODY = """
 #else
   constexpr int OWN = NT;
 #endif
-  const int first = blockIdx.x * OWN * 16;
+  const int first = blockIdx.y * OWN * 16;
   const T* weights[NT];
   for (int n = 0; n < NT; ++n) {
     const int row = n < OWN ? first + n * 16 : N / 2 + first + (n - OWN) * 16;

@@ -327,12 +327,14 @@ def check_blocks(name: str) -> str | None:
     store, rotate = PoolStore.checked(), RotateAndStore.for_device()
     if store is None or rotate is None:
         return "no in-place store on this device"
-    products = SmallRowsKernel()
+    products, experts = SmallRowsKernel(), block_check.ExpertsChoice()
     begin = time.perf_counter()
-    count, note = block_check.substitute_decoder_blocks(model, block_check.BlockTools(products, rotate, store))
-    say(f"{name}: {note}; {products.note()}; took {time.perf_counter() - begin:.1f} s")
+    tools = block_check.BlockTools(products, rotate, store, experts)
+    count, note = block_check.substitute_decoder_blocks(model, tools)
+    say(f"{name}: {note}; {products.note()}; {experts.note()}; took {time.perf_counter() - begin:.1f} s")
+    faults = [*products.faults, *experts.faults]
     found = [module for _, module in model.named_modules() if isinstance(module, FusedBlock)]
-    faults = [] if count == 4 else [f"fused {count} of 4"]
+    faults += [] if count == 4 else [f"fused {count} of 4"]
     for rows in (1, 5, 9, 32, 40) if found else ():
         fault = block_check.compare(found[0], store, rows=rows)
         faults += [] if fault is None else [f"{rows} rows: {fault}"]
@@ -352,7 +354,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="checks,blocks,times", help="checks, blocks, times, sweep")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b")
+    parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b,qwen3-30b-a3b")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--sweep-seconds", type=float, default=240.0)
     args = parser.parse_args()

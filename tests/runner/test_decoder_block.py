@@ -23,10 +23,11 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.small_rows import SmallRowsKernel, plain_product
+from headrace.runner.small_rows import Products, SmallRowsKernel, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.moe_decode import Experts, ExpertsChoice
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 LLAMA3 = {
@@ -78,7 +79,9 @@ def _dispatcher() -> None:
 
 
 def tools(rotate: FunctionalRotate | None = None) -> BlockTools:
-    return BlockTools(SmallRowsKernel(plain_product), rotate or FunctionalRotate(), None, timed=False)
+    return BlockTools(
+        SmallRowsKernel(plain_product), rotate or FunctionalRotate(), None, ExpertsChoice(), timed=False
+    )
 
 
 def fused_blocks(model: nn.Module) -> list[FusedBlock]:
@@ -105,6 +108,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama_tied", {}),
     ("qwen2", {}),
     ("qwen3", {}),
+    ("qwen3_moe", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"head_dim": 32, "rope_traditional": True}),
     ("llama", {"rope_scaling": LLAMA3}),
@@ -139,6 +143,44 @@ def test_tokens_are_those_of_the_unmodified_model(name: str, changes: dict[str, 
     assert used.calls > 0
 
 
+class PlainExperts:
+    """What ``CudaExperts`` does, by MLX's operations; counts its calls."""
+
+    def __init__(self, *, error: float = 0.0) -> None:
+        self.calls = 0
+        self._error = error
+
+    def __call__(self, h: mx.array, experts: Experts, products: Products) -> mx.array:
+        self.calls += 1
+        shares = mx.softmax(products(h, experts.router, norm=experts.norm).astype(mx.float32), axis=-1)
+        chosen = mx.argsort(-shares, axis=-1)[:, : experts.choices]
+        weights = mx.take_along_axis(shares, chosen, axis=-1)
+        if experts.normalized:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        x = mx.fast.rms_norm(h, experts.norm.weight, experts.norm.eps)[:, 0]
+        gate, up = (mx.einsum("bd,bcfd->bcf", x, matrices[chosen]) for matrices in (experts.gate, experts.up))
+        parts = mx.einsum("bcf,bcdf->bcd", nn.silu(gate) * up, experts.down[chosen])
+        total = (parts.astype(mx.float32) * weights[..., None]).sum(axis=1) * (1 + self._error)
+        return (h.astype(mx.float32) + total[:, None]).astype(h.dtype)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.3])
+def test_experts_are_checked(error: float) -> None:
+    """Rows whose choice hangs on rounding are left out of the comparison, not the others."""
+    model = model_with("qwen3_moe")
+    fuse_projections(model)
+    experts = PlainExperts(error=error)
+    choice = ExpertsChoice(lambda: experts, dtypes=[mx.float32], timed=False)
+    tools = BlockTools(SmallRowsKernel(plain_product), FunctionalRotate(), None, choice, timed=False)
+    assert substitute_decoder_blocks(model, tools)[0] == 3
+    assert experts.calls > 0
+    right = "kernel for 3 of 3" in choice.note()
+    assert right == (error == 0.0) and ("differs by" in choice.note()) == (error > 0)
+    experts.calls = 0
+    assert [compare(block, None, rows=12) for block in fused_blocks(model)] == [None] * 3
+    assert experts.calls == (2 if right else 0)
+
+
 def test_weights_exist_once() -> None:
     model = tiny_model("llama")
     size = sum(value.nbytes for _, value in nn.utils.tree_flatten(model.parameters()))
@@ -166,7 +208,7 @@ def test_a_wrong_product_is_not_used() -> None:
     model.set_dtype(mx.bfloat16)
     fuse_projections(model)
     products = SmallRowsKernel(wrong)
-    substitute_decoder_blocks(model, BlockTools(products, FunctionalRotate(), None, timed=False))
+    substitute_decoder_blocks(model, BlockTools(products, FunctionalRotate(), None, ExpertsChoice(), timed=False))
     assert "kernel for 0 of" in products.note() and "differs by" in products.note()
 
 

@@ -57,7 +57,7 @@ def program(case: Case) -> str:
     lines += [f"void kernel(const int* x_shape, const int* w_shape, {names}) {{ {source.BODY} }}"]
     lines += [
         f"""extern "C" void run(int blocks, const int* x_shape, const int* w_shape, {names}) {{
-          shim::launch_cuda({{uint(blocks), uint((x_shape[0] + MT * 8 - 1) / (MT * 8)), 1}}, W * 32,
+          shim::launch_cuda({{uint((x_shape[0] + MT * 8 - 1) / (MT * 8)), uint(blocks), 1}}, W * 32,
             [&] {{ kernel(x_shape, w_shape, x, w, norm, bias, residual, y); }});
         }}"""
     ]

@@ -21,12 +21,15 @@ from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.decoder_block import (
     DenseFeedForward,
+    FeedForward,
     FusedBlock,
     Rotate,
     attention_parts,
     dense_feed_forward,
     is_block,
+    norm_of,
 )
+from headrace.runner.substitutions.moe_decode import ExpertsChoice, ExpertsFeedForward, experts_feed_forward
 from headrace.runner.timing import best_seconds
 
 # Of the largest change that the block makes to its input, by bytes of the dtype; and of the largest output.
@@ -43,12 +46,14 @@ class BlockTools:
 
     Attributes:
         store: how pools are written; None: functionally.
+        experts: which experts are computed by a kernel.
         timed: whether a block that is slower than the unmodified one is left out.
     """
 
     products: SmallRowsKernel
     rotate: Rotate
     store: PoolStore | None
+    experts: ExpertsChoice
     timed: bool = True
 
 
@@ -58,7 +63,7 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
     fused = [(path, made) for path, module in found if (made := _fused(module, tools)) is not None]
     if not fused:
         return 0, f"decode blocks: fused 0 of {len(found)}; the blocks are of another pattern"
-    _measure([block for _, block in fused], tools.products)
+    _measure([block for _, block in fused], tools)
     kept, reasons = [], []
     fast: dict[tuple[Any, ...], bool] = {}
     for path, block in fused:
@@ -83,14 +88,17 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
 
 def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
     attention = attention_parts(module)
-    feed_forward = dense_feed_forward(module)
+    feed_forward: FeedForward | None = dense_feed_forward(module)
+    if feed_forward is None:
+        feed_forward = experts_feed_forward(norm_of(module.post_attention_layernorm), module.mlp, tools.experts)
     if attention is None or feed_forward is None:
         return None
     return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate)
 
 
-def _measure(blocks: Sequence[FusedBlock], products: SmallRowsKernel) -> None:
+def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
     """Check and time the products of each form of block."""
+    products = tools.products
     forms: dict[tuple[Any, ...], list[FusedBlock]] = {}
     for block in blocks:
         forms.setdefault(_form(block), []).append(block)
@@ -103,13 +111,21 @@ def _measure(blocks: Sequence[FusedBlock], products: SmallRowsKernel) -> None:
         if dense:
             products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True)
             products.measure([(parts.down, None) for parts in dense], residual=True)
+        halves = [block.feed_forward for block in some if isinstance(block.feed_forward, ExpertsFeedForward)]
+        if halves:
+            products.measure([(half.experts.router, half.experts.norm) for half in halves])
+            tools.experts.measure(halves, products)
 
 
 def _form(block: FusedBlock) -> tuple[Any, ...]:
     """Equal for blocks that differ in nothing but values."""
     attention, spec = block.attention, block.attention.rotary
     feed = block.feed_forward
-    inner = feed.down.weight.shape if isinstance(feed, DenseFeedForward) else type(feed)
+    inner: Any = type(feed)
+    if isinstance(feed, DenseFeedForward):
+        inner = feed.down.weight.shape
+    elif isinstance(feed, ExpertsFeedForward):
+        inner = feed.experts.gate.shape
     return attention.qkv.weight.shape, spec.heads, spec.kv_heads, spec.q_norm is not None, inner
 
 
@@ -132,10 +148,21 @@ def compare(block: FusedBlock, store: PoolStore | None, *, rows: int = len(_LENG
         worst, most = _largest(left - right), _largest(left)
         if not worst <= 2 * _ROUNDING[dtype.size] * most + _TOLERANCE[dtype.size]:
             return f"stored {name} differ by {worst:.2g}"
+    if isinstance(block.feed_forward, ExpertsFeedForward):
+        got = mx.where(_settled(block, block.feed_forward, x, mask, store), got, expected)
     worst, change, most = _largest(got - expected), _largest(expected - x), _largest(expected)
     if not worst <= _TOLERANCE[dtype.size] * change + _ROUNDING[dtype.size] * most:
         return f"outputs differ by {worst:.2g} of {change:.2g}"
     return None
+
+
+def _settled(
+    block: FusedBlock, half: ExpertsFeedForward, x: mx.array, mask: PagedMask, store: PoolStore | None
+) -> mx.array:
+    """``[B, 1, 1]`` bool: rows whose choice of experts does not hang on rounding."""
+    inner, view = block.inner, _view(block, store, x.shape[0])
+    h = x + inner.self_attn(inner.input_layernorm(x), mask, view)
+    return half.settled(h)[:, None, None]
 
 
 def _is_faster(block: FusedBlock, store: PoolStore | None) -> bool:

@@ -8,6 +8,7 @@ from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
+from headrace.runner.substitutions.moe_decode import ExpertsChoice
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 
@@ -16,10 +17,10 @@ def substitute_decode_products(model: nn.Module, store: PoolStore | None) -> str
 
     Needs the projections fused (``fuse_projections``) and the attention bound (``install``).
     """
-    products = SmallRowsKernel()
+    products, experts = SmallRowsKernel(), ExpertsChoice()
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:
-        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store))
+        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store, experts))
     substitute_small_row_linears(model, products)
-    return f"{note}; {products.note()}"
+    return "; ".join(part for part in (note, products.note(), experts.note()) if part)

@@ -33,8 +33,9 @@ using __half = _Float16;
 
 #define threadIdx shim::thread_position
 #define blockIdx shim::threadgroup_position
-inline uint3 grid_dim;
+inline uint3 grid_dim, block_dim;
 #define gridDim grid_dim
+#define blockDim block_dim
 
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -87,6 +88,7 @@ void multiply(float* c, Fragments mine) {
 
 inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body) {
   grid_dim = blocks;
+  block_dim = {uint(threads), 1, 1};
   launch({blocks.x * threads, blocks.y, blocks.z}, threads, body);
 }
 }  // namespace shim
