@@ -76,6 +76,7 @@ class HeadraceStep:
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
         self.handle: Any = None
+        self.host_s = 0.0  # spent on building and starting steps
 
     def launch(self, *, first: bool) -> Any:
         rows = []
@@ -95,8 +96,11 @@ class HeadraceStep:
         """Seconds per step over ``steps`` steps."""
         handle = self.handle or self.launch(first=True)
         start = time.perf_counter()
+        self.host_s = 0.0
         for _ in range(steps):
+            before = time.perf_counter()
             following = self.launch(first=False)
+            self.host_s += (time.perf_counter() - before) / steps
             handle.result()
             handle = following
         self.handle = handle

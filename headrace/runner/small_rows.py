@@ -14,10 +14,9 @@ kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.runner import small_rows_source as source
-from headrace.runner.timing import best_seconds
+from headrace.runner.timing import Cost, compiled_cost
 
 MAX_ROWS = 128
 # Rows of one thread block; blocks of other rows read the same weights from the cache.
@@ -35,6 +34,8 @@ BUSY_BLOCKS = 264
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
+# Products timed in one compiled function; each is a few of the operations that MLX starts together (100).
+MEASURED_TOGETHER = 16
 KINDS = (mx.bfloat16, mx.float16)
 
 
@@ -268,11 +269,8 @@ class SmallRowsKernel:
                 right = worst <= TOLERANCE
                 if not right:
                     self.faults.append(f"{_words(key)}: differs by {worst:.2g}")
-                own, plain = (
-                    best_seconds(partial(_next, by, cycle(layers), x, added, gated))
-                    for by in (self._own, plain_product)
-                )
-                self._wins[key] = right and own < plain
+                own, plain = (_cost(by, layers, x, added, gated) for by in (self._own, plain_product))
+                self._wins[key] = right and own.beats(plain)
             except Exception as error:
                 # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
                 self._wins[key] = False
@@ -285,15 +283,20 @@ class SmallRowsKernel:
         return "; ".join([text, *self.faults])
 
 
-def _next(
+def _cost(
     products: Products,
-    layers: Iterator[tuple[Dense, Norm | None]],
+    layers: Sequence[tuple[Dense, Norm | None]],
     x: mx.array,
     residual: mx.array | None,
     gated: bool,
-) -> mx.array:
-    dense, norm = next(layers)
-    return products(x, dense, norm=norm, residual=residual, gated=gated)
+) -> Cost:
+    def product(layer: tuple[Dense, Norm | None], x: mx.array) -> mx.array:
+        return products(x, layer[0], norm=layer[1], residual=residual, gated=gated)
+
+    # Different inputs: equal operations would be computed once.
+    inputs = [x + index for index in range(MEASURED_TOGETHER)]
+    mx.eval(inputs)
+    return compiled_cost([partial(product, layers[i % len(layers)]) for i in range(len(inputs))], inputs)
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:
