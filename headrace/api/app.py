@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
@@ -41,6 +41,7 @@ from headrace.api.responses import routes as responses
 from headrace.api.responses.schema import ResponseFields
 from headrace.api.responses.store import ResponseStore
 from headrace.api.services import Services
+from headrace.api.traced import TracedRequests
 from headrace.config import GenerationDefaults, ServerConfig
 from headrace.gateway.latencies import WatchedMetrics
 from headrace.gateway.live import Live
@@ -48,6 +49,9 @@ from headrace.gateway.pipeline import Pipeline
 from headrace.gateway.prompt_run import PipelineLimits
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from headrace.gateway.tracing import Tracing
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -93,9 +97,10 @@ def create_app(
     text: ModelText,
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient] | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``)."""
-    house = make_services(config, engine, text, metrics, sides or {})
+    house = make_services(config, engine, text, metrics, sides or {}, tracing)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -111,6 +116,12 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_http_exception},
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "auto_configure": False,
+        },  # ours is elsewhere
     )
     app.state.services = house
     schemas: list[type] = []
@@ -132,6 +143,8 @@ def create_app(
             expose_headers=(HEADER, "retry-after"),
         )
     app.add_middleware(RequestIds)
+    if tracing is not None:
+        app.add_middleware(TracedRequests, tracing=tracing)
     return app
 
 
@@ -141,6 +154,7 @@ def make_services(
     text: ModelText,
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient],
+    tracing: Tracing | None = None,
 ) -> Services:
     watched = WatchedMetrics(metrics)
     limits = PipelineLimits(
@@ -150,14 +164,14 @@ def make_services(
     )
     defaults = msgspec.convert({**text.sampling_defaults, **config.defaults}, GenerationDefaults)
     isolate_keys = config.prefix_isolation == "key"
-    pipeline = Pipeline(engine, text.tokenizer, watched, limits, isolate_keys=isolate_keys)
+    pipeline = Pipeline(engine, text.tokenizer, watched, limits, isolate_keys=isolate_keys, tracing=tracing)
     store = ResponseStore(config.response_store_file, config.response_store_mb * 1024 * 1024)
     store.check()
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
     text_models = make_text_models(config, engine, text, watched, limits, sides)
     check = GrammarCheck(text)
-    live = Live(engine, watched)
+    live = Live(engine, watched, lambda: pipeline.num_running)
     return Services(config, engine, text, watched, pipeline, defaults, parsers, store, check, text_models, live)
 
 

@@ -40,7 +40,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
             included) whose prefill began.
         ttft_s, itl_s: at ``SHARES``, of first tokens, and of gaps between tokens, in ``LATENCY_WINDOW_S``.
         hit_rate: of the prompt tokens looked up in the prefix cache in ``LATENCY_WINDOW_S``, those found.
-        running, waiting: requests in the worker.
+        running: sequences that run in the worker.
+        waiting: requests queued there; all in flight while no worker is there.
         kv_held: share of the KV blocks that requests hold.
     """
 
@@ -72,12 +73,14 @@ class Live:
         self,
         engine: EngineClient,
         metrics: WatchedMetrics,
+        num_in_flight: Callable[[], int],
         *,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._num_in_flight = num_in_flight
         self.interval_s = interval_s
         self._clock = clock
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
@@ -126,7 +129,7 @@ class Live:
             itl_s=percentiles(oldest.itl, newest.itl, SHARES),
             hit_rate=(newest.totals[3] - oldest.totals[3]) / queried if queried else None,
             running=stats.running,
-            waiting=stats.waiting,
+            waiting=stats.waiting if stats.blocks_total else self._num_in_flight(),
             kv_held=stats.blocks_held / stats.blocks_total if stats.blocks_total else 0.0,
         )
 

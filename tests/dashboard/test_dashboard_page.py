@@ -57,7 +57,7 @@ def test_figures_are_live(server: Server, open_page: Any) -> None:
         expect(row).to_have_count(1)
         expect(row).to_contain_text("/v1/chat/completions · m")
         expect(row).to_contain_text("decode")
-        expect(chart_value(page, "Output tokens per second")).to_have_text(positive("tok/s"))
+        expect(chart_value(page, "Output tokens")).to_have_text(positive("tok/s"))
         output = row.locator("td").nth(3)
         before = output.inner_text()
         expect(output).not_to_have_text(before)

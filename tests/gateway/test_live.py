@@ -34,9 +34,10 @@ class Scene:
     def __init__(self) -> None:
         self.now = 100.0
         self.asked = 0
+        self.in_flight = 0
         self.engine_state = EngineState(status="ready")
         self.metrics = WatchedMetrics(Inner())  # type: ignore[arg-type]
-        self.live = Live(self, self.metrics, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.live = Live(self, self.metrics, lambda: self.in_flight, clock=lambda: self.now)  # type: ignore[arg-type]
 
     def state(self) -> EngineState:
         self.asked += 1
@@ -99,6 +100,16 @@ def test_a_new_worker_counts_from_zero() -> None:
     assert scene.tick().generation_tps == pytest.approx(70 / 3)
 
 
+def test_requests_wait_while_no_worker_is_there() -> None:
+    scene = Scene()
+    scene.in_flight = 3
+    scene.count(running=2, waiting=1, blocks_total=8)
+    assert (scene.tick().running, scene.tick().waiting) == (2, 1)
+    scene.set(restarts=1, stats=EngineStats())
+    point = scene.tick()
+    assert (point.running, point.waiting) == (0, 3)
+
+
 def test_a_pause_without_watchers_is_a_gap() -> None:
     scene = Scene()
     scene.tick()
@@ -138,7 +149,7 @@ def test_history_is_bounded() -> None:
 
 def test_watchers_share_samples_and_leave_nothing_running() -> None:
     scene = Scene()
-    scene.live = Live(scene, scene.metrics, interval_s=0.02)  # type: ignore[arg-type]
+    scene.live = Live(scene, scene.metrics, lambda: 0, interval_s=0.02)  # type: ignore[arg-type]
 
     async def watch(points: int) -> list[Point]:
         return [await scene.live.next() for _ in range(points)]

@@ -93,7 +93,6 @@ def status_body(house: Services, point: Point) -> dict[str, object]:
             "quarantined": state.quarantined,
             "preemptions": stats.preemptions_total,
             "steps": stats.steps_total,
-            "max_num_seqs": house.config.engine.max_num_seqs,
         },
         "models": models_body(house),
         "memory": memory_report(state),

@@ -5,7 +5,7 @@ import { setUpChat } from "./chat.js";
 import { badge, byId, say } from "./dom.js";
 import { keepFeeding, reconnect } from "./feed.js";
 import { age } from "./format.js";
-import { askForKey, forgetKey } from "./key.js";
+import { forgetKey } from "./key.js";
 import { setUpLoad } from "./load.js";
 import { setUpMemory } from "./memory.js";
 import { setUpModels, TONES } from "./models.js";
@@ -54,10 +54,9 @@ setUpModels();
 setUpChat();
 
 byId("key-button").hidden = !getKey();
-byId("key-button").addEventListener("click", async () => {
+byId("key-button").addEventListener("click", () => {
   forgetKey();
-  await askForKey();
-  reconnect();
+  reconnect(); // which is refused without a key, and then asks for one
 });
 
 keepFeeding();

@@ -16,7 +16,7 @@ function filled(node, props, children) {
     if (typeof value === "function") node.addEventListener(name, value);
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  node.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 

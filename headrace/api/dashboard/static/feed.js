@@ -8,6 +8,8 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const HIDDEN_MS = 20000;
 
+const NONE = { total: 0, own_only: true, requests: [] };
+
 let current = null; // AbortController of the open stream
 
 export async function keepFeeding() {
@@ -21,7 +23,7 @@ export async function keepFeeding() {
       wait = FIRST_WAIT_MS;
     } catch (error) {
       if (error.status === 401) {
-        update({ connection: "locked" });
+        update({ connection: "locked", requests: NONE });
         await askForKey();
         continue;
       }

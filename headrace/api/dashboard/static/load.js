@@ -17,14 +17,14 @@ const tick = (value) => (value < 1 ? `${Number((value * 1000).toPrecision(2))} m
 
 const CHARTS = [
   {
-    title: "Output tokens per second",
+    title: "Output tokens",
     series: [{ name: "all requests", value: (point) => point.generation_tps }],
     format: rate,
     least: 10,
     headline: (point) => [rate(point?.generation_tps), "tok/s"],
   },
   {
-    title: "Prompt tokens per second",
+    title: "Prompt tokens",
     series: [{ name: "all requests", value: (point) => point.prompt_tps }],
     format: rate,
     least: 10,

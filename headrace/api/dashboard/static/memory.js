@@ -46,23 +46,24 @@ function showMemory(memory) {
     ["Buffer cache", actual.buffer_cache, "s5"],
   ];
   const inUse = actual.arrays + actual.buffer_cache;
+  const isThere = inUse > 0; // a worker to tell
   const scale = Math.max(sum, inUse, actual.arrays_peak, 1);
   const usedText = `In use: ${bytes(inUse)} of ${bytes(sum)} planned; peak of arrays ${bytes(actual.arrays_peak)}`;
   const planText = `Planned: ${parts.map(([label, size]) => `${label} ${bytes(size)}`).join(", ")}`;
   body.replaceChildren(
     row("Planned", bar(parts, scale, planText)),
-    row("In use", bar(used, scale, usedText, actual.arrays_peak)),
+    row("In use", isThere ? bar(used, scale, usedText, actual.arrays_peak) : el("span", {}, "no worker is running")),
     el(
       "div",
       { class: "columns" },
       list([...parts, ["Planned", sum]]),
-      list([...used, ["In use", inUse], ["Peak of arrays", actual.arrays_peak, ""], ["Worker process", actual.process, ""]]),
+      isThere && list([...used, ["In use", inUse], ["Peak of arrays", actual.arrays_peak, ""], ["Worker process", actual.process, ""]]),
     ),
     el(
       "p",
       { class: "under" },
-      `Budget ${bytes(memory.planned_bytes.budget)}, beside ${bytes(memory.headroom_bytes)} headroom for others. ` +
-        `The machine has ${bytes(actual.machine_available)} available.`,
+      `Budget ${bytes(memory.planned_bytes.budget)}, beside ${bytes(memory.headroom_bytes)} headroom for others.`,
+      isThere && ` The machine has ${bytes(actual.machine_available)} available.`,
     ),
   );
 }
@@ -110,9 +111,13 @@ function showKv({ kv, memory, prefix_cache: cache, engine }) {
     const text = parts.map(([label, blocks]) => `${label}: ${count(blocks)} blocks`).join(", ");
     return row(groups.length > 1 ? group.group : "Blocks", bar(parts, Math.max(1, group.total), text));
   });
+  if (!kv.total) {
+    body.replaceChildren(el("p", { class: "empty" }, "No worker is running."));
+    return;
+  }
   const blockBytes = groups.length === 1 ? groups[0].block_bytes : 0;
   body.replaceChildren(
-    ...(bars.length ? bars : [el("p", { class: "empty" }, "There is no pool before a worker is ready.")]),
+    ...bars,
     el(
       "div",
       { class: "columns" },
@@ -126,6 +131,7 @@ function showKv({ kv, memory, prefix_cache: cache, engine }) {
             (cache.queried_tokens ? ` (${percent(cache.hit_tokens / cache.queried_tokens)})` : "") +
             " since this worker started."
         : "The prefix cache is off.",
+      kv.block_size ? ` A block holds ${count(kv.block_size)} tokens.` : "",
     ),
   );
 }

@@ -6,6 +6,8 @@ import { bytes, count, percent } from "./format.js";
 import { subscribe } from "./state.js";
 
 export const TONES = { ready: "good", starting: "warn", restarting: "warn", silent: "warn", draining: "warn", failed: "bad" };
+/** States in which a worker is there. */
+const STEPPING = ["ready", "silent", "draining"];
 const MAX_EVENTS = 8;
 
 let reloading = false;
@@ -80,15 +82,15 @@ async function reload(name) {
 
 function showWorker(engine) {
   const facts = [
-    ["Process", engine.pid === null ? "none" : `pid ${engine.pid}`],
+    ["Process", engine.pid !== null && STEPPING.includes(engine.status) ? `pid ${engine.pid}` : "none"],
     ["Restarts", count(engine.restarts)],
     ["Reloads", count(engine.reloads)],
-    ["Replayed alone", count(engine.quarantined)],
     ["Preemptions", count(engine.preemptions)],
     ["Steps", count(engine.steps)],
     ["Device", engine.device ?? "not known yet", "wide"],
     ["Attention", engine.attention ?? "not known yet", "wide"],
   ];
+  if (engine.quarantined) facts.push(["Replayed alone, as suspects of a death", count(engine.quarantined), "wide"]);
   if (engine.detail) facts.push(["Last words", engine.detail, "wide"]);
   const list = byId("worker-facts");
   if (list.children.length !== facts.length) {
