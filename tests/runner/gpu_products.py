@@ -1,6 +1,6 @@
-"""Checks and times the few-rows products and fused decoder blocks on a CUDA GPU. Not collected by pytest.
+"""Checks and times the few-rows products, experts and fused decoder blocks on a CUDA GPU. Not a pytest file.
 
-    python tests/runner/gpu_products.py                   everything but the sweep, about two minutes
+    python tests/runner/gpu_products.py                   everything but the sweep, under three minutes
     python tests/runner/gpu_products.py --only times --shapes llama-8b
     python tests/runner/gpu_products.py --only sweep      which tiling is fastest per shape
 
@@ -36,6 +36,7 @@ from headrace.runner.timing import best_seconds
 ROWS = (1, 5, 8, 32)
 EPS = 1e-5
 failures: list[str] = []
+limit_s = [170.0]
 started = time.perf_counter()
 
 
@@ -44,7 +45,10 @@ def say(*words: object) -> None:
 
 
 def attempt(name: str, run: Callable[[], str | None]) -> None:
-    """Run one check; a returned text or an exception is a failure."""
+    """Run one check; a returned text or an exception is a failure. Skips when time is over."""
+    if time.perf_counter() - started > limit_s[0]:
+        say("skipped, out of time:", name)
+        return
     try:
         fault = run()
     except Exception as error:
@@ -80,7 +84,9 @@ INNER = (32, 160, 1536, 8960)
 def checks(products: KernelProducts) -> None:
     for dtype in (mx.bfloat16, mx.float16):
         for kind in KINDS if dtype == mx.bfloat16 else KINDS[:1] + KINDS[3:4] + KINDS[5:6]:
-            for tiling in GATE_TILINGS if kind.get("gated") else PLAIN_TILINGS:
+            tilings = GATE_TILINGS if kind.get("gated") else PLAIN_TILINGS
+            everyday = dtype == mx.bfloat16 and not kind.get("bias")
+            for tiling in tilings if everyday else (tilings[1], tilings[-1]):
                 name = f"{'+'.join(kind) or 'product'} {str(dtype)[9:]} {tiling}"
                 attempt(name, partial(check, products, kind, dtype, tiling))
     say(f"checks done, {len(failures)} failures")
@@ -296,6 +302,100 @@ def candidates(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     return sorted(made, key=lambda t: (t.wide, t.warps, t.deep))
 
 
+# -- experts -----------------------------------------------------------------------------------------------
+
+
+def experts(long: Long) -> None:
+    """Right on a small odd shape and on a real one; times of the real one."""
+    from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
+
+    kernel = CudaExperts()
+    for name, count, hidden, width, choices, normalized, dtype in (
+        ("small", 16, 160, 96, 3, False, mx.float16),
+        ("small", 16, 160, 96, 3, True, mx.bfloat16),
+        ("qwen3-30b-a3b", 128, 2048, 768, 8, True, mx.bfloat16),
+    ):
+        layers = [
+            Experts(
+                Norm(1 + 0.1 * normal(hidden, dtype=dtype), EPS),
+                Dense(normal(count, hidden, dtype=dtype) * hidden**-0.5),
+                normal(count, width, hidden, dtype=dtype) * hidden**-0.5,
+                normal(count, width, hidden, dtype=dtype) * hidden**-0.5,
+                normal(count, hidden, width, dtype=dtype) * width**-0.5,
+                choices,
+                normalized,
+            )
+            for _ in range(1 if name == "small" else 3)
+        ]
+        mx.eval([[layer.gate, layer.up, layer.down] for layer in layers])
+        for rows in ROWS:
+            label = f"experts {name} {str(dtype)[9:]} {rows} rows"
+            attempt(label, partial(check_experts, kernel, layers[0], rows, dtype))
+            if name != "small":
+                attempt(f"time {label}", partial(time_experts, kernel, layers, rows, long))
+
+
+def normal(*shape: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+def check_experts(kernel: Any, layer: Any, rows: int, dtype: mx.Dtype) -> str | None:
+    """Routing against its definition on the same logits; the rest in float32 with the routing that was found."""
+    h = normal(rows, 1, layer.gate.shape[2], dtype=dtype)
+    logits = plain_product(h, layer.router, norm=layer.norm)
+    chosen, weights = kernel.route(logits, layer)
+    wide = logits.astype(mx.float32)
+    best = mx.argsort(-wide, axis=-1)[:, : layer.choices]
+    if not mx.array_equal(mx.take_along_axis(wide, best, -1), mx.take_along_axis(wide, chosen, -1)).item():
+        return "another choice of experts"
+    shares = mx.take_along_axis(mx.softmax(wide, axis=-1), chosen, -1)
+    shares = shares / shares.sum(axis=-1, keepdims=True) if layer.normalized else shares
+    if not mx.allclose(shares, weights, rtol=1e-3, atol=1e-6).item():
+        return "other weights of the experts"
+    got = kernel(h, layer, plain_product)
+    x = mx.fast.rms_norm(h.astype(mx.float32), layer.norm.weight.astype(mx.float32), layer.norm.eps)
+    worst = 0.0
+    for row in range(rows):
+        total = h[row, 0].astype(mx.float32)
+        for which in range(layer.choices):
+            gate, up, down = (
+                array[chosen[row, which]].astype(mx.float32) for array in (layer.gate, layer.up, layer.down)
+            )
+            total += weights[row, which] * (down @ (one_gate(gate @ x[row, 0]) * (up @ x[row, 0])))
+        error = mx.max(mx.abs(got[row, 0].astype(mx.float32) - total)) / mx.max(mx.abs(total))
+        worst = max(worst, float(np.array(error)))
+    return None if worst <= 1.5e-2 else f"differs by {worst:.3g}"
+
+
+def one_gate(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def time_experts(kernel: Any, layers: Sequence[Any], rows: int, long: Long) -> str | None:
+    products = KernelProducts()
+    h = normal(rows, 1, layers[0].gate.shape[2], dtype=mx.bfloat16)
+    turn = cycle(layers)
+    host = best_seconds(lambda: kernel(h, next(turn), products), rounds=3) * 1e6
+
+    def chain(zero: mx.array) -> list[mx.array]:
+        x = h + zero
+        for _ in range(9):
+            x = kernel(x, next(turn), products)
+        return [x]
+
+    gpu = gpu_seconds(long, chain, 9) * 1e6
+    layer = layers[0]
+    logits = plain_product(h, layer.router, norm=layer.norm)
+    chosen, _ = kernel.route(logits, layer)
+    distinct = len(set(np.array(chosen).reshape(-1).tolist()))
+    moved = 3 * 2 * distinct * layer.gate.shape[1] * layer.gate.shape[2]
+    say(
+        f"experts, {rows} rows: host {host:.1f} us, GPU {gpu:.1f} us, "
+        f"{distinct} experts chosen, {moved / gpu / 1e6:.2f} TB/s"
+    )
+    return None
+
+
 # -- decoder blocks ----------------------------------------------------------------------------------------
 
 
@@ -352,12 +452,16 @@ def check_blocks(name: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="checks,blocks,times", help="checks, blocks, times, sweep")
+    parser.add_argument(
+        "--only", default="checks,blocks,experts,times", help="checks, blocks, experts, times, sweep"
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b,qwen3-30b-a3b")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--sweep-seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=limit_s[0], help="start no more checks after these")
     args = parser.parse_args()
+    limit_s[0] = args.seconds
     if mx.default_device() != mx.gpu or mx.metal.is_available():
         sys.exit("needs a CUDA GPU")
     parts, shapes = args.only.split(","), args.shapes.split(",")
@@ -366,6 +470,8 @@ def main() -> None:
         checks(products)
     if "blocks" in parts:
         blocks(args.blocks.split(","))
+    if "experts" in parts:
+        experts(long)
     if "times" in parts:
         times(products, shapes, [int(rows) for rows in args.rows.split(",")], long)
     if "sweep" in parts:
