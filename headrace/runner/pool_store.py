@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 
 THREADS = 128
 
@@ -51,7 +51,7 @@ class PoolStore:
     """The compiled kernels of one device; make one and keep it.
 
     Args:
-        make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
+        make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         header: the matching names of ``kernel_language.py``.
     """
 
@@ -79,7 +79,7 @@ class PoolStore:
             return None
         if mx.metal.is_available():
             return PoolStore(mx.fast.metal_kernel, METAL_NAMES)
-        return PoolStore(mx.fast.cuda_kernel, CUDA_NAMES)
+        return PoolStore(cuda_kernel, CUDA_NAMES)
 
     @staticmethod
     def checked() -> PoolStore | None:

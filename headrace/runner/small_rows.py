@@ -24,6 +24,7 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.runner import small_rows_source as source
+from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.timing import Cost, compiled_cost
 
 MAX_ROWS = 128
@@ -121,11 +122,6 @@ def bounds(warps: int, sums: int) -> str:
     return source.BOUNDS.format(threads=warps * 32, blocks=(32 if sums == 1 else 16) // warps)
 
 
-def minified(text: str) -> str:
-    """Without indentation and empty lines: MLX hashes a kernel's source whenever the kernel is run."""
-    return "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
-
-
 def takes(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> bool:
     """Whether the kernel can compute this product at all."""
     outputs, inner = dense.weight.shape
@@ -191,12 +187,12 @@ class KernelProducts:
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
             names = [part.lower() for part in parts if part != "GATE"]
-            self._made[key] = mx.fast.cuda_kernel(
+            self._made[key] = cuda_kernel(
                 name="_".join(["rows", *(part.lower() for part in parts)]),
                 input_names=["x", "w", *names],
                 output_names=["y"],
-                source=minified(source.BODY),
-                header=minified(defines + source.MACHINE + source.PRODUCT + limits),
+                source=source.BODY,
+                header=defines + source.MACHINE + source.PRODUCT + limits,
             )
         return self._made[key]
 

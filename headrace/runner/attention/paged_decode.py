@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.runner.attention import paged_decode_source as source
+from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.kv_packing import scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import LayerView
@@ -105,7 +106,7 @@ class PagedDecodeKernel:
     """The compiled kernel of one device; make one and keep it.
 
     Args:
-        make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
+        make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         prelude: the matching prelude.
         floats: per thread, for queries and outputs.
     """
@@ -141,7 +142,7 @@ class PagedDecodeKernel:
             return None
         if mx.metal.is_available():
             return PagedDecodeKernel(mx.fast.metal_kernel, source.METAL_PRELUDE, METAL_FLOATS)
-        return PagedDecodeKernel(mx.fast.cuda_kernel, source.CUDA_PRELUDE, CUDA_FLOATS)
+        return PagedDecodeKernel(cuda_kernel, source.CUDA_PRELUDE, CUDA_FLOATS)
 
     @staticmethod
     def supports(queries: mx.array, view: LayerView) -> bool:

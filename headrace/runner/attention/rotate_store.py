@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 from headrace.runner.layer_view import LayerView
 
 # Constants: T, D head size, THREADS (D rounded up to whole warps), H and KV heads, ROT rotated elements,
@@ -98,7 +98,7 @@ class RotateAndStore:
     """The compiled kernel of one device; make one and keep it.
 
     Args:
-        make: ``mx.fast.cuda_kernel`` or ``mx.fast.metal_kernel``.
+        make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         header: the matching names of ``kernel_language.py``.
     """
 
@@ -129,7 +129,7 @@ class RotateAndStore:
             return None
         if mx.metal.is_available():
             return RotateAndStore(mx.fast.metal_kernel, METAL_NAMES)
-        return RotateAndStore(mx.fast.cuda_kernel, CUDA_NAMES)
+        return RotateAndStore(cuda_kernel, CUDA_NAMES)
 
     @staticmethod
     def supports(spec: RotarySpec, view: LayerView) -> bool:

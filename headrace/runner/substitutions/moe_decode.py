@@ -22,6 +22,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 from headrace.runner import small_rows_source
+from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.small_rows import (
     KINDS,
     MAX_ROWS,
@@ -33,7 +34,6 @@ from headrace.runner.small_rows import (
     bounds,
     largest_difference,
     measured_bucket,
-    minified,
     plain_product,
 )
 from headrace.runner.substitutions import moe_source as source
@@ -174,9 +174,7 @@ class CudaExperts:
 
 
 def _kernel(name: str, inputs: list[str], outputs: list[str], body: str, header: str) -> Any:
-    return mx.fast.cuda_kernel(
-        name=name, input_names=inputs, output_names=outputs, source=minified(body), header=minified(header)
-    )
+    return cuda_kernel(name=name, input_names=inputs, output_names=outputs, source=body, header=header)
 
 
 def _header(parts: Sequence[str], tiling: _Tiling) -> str:
