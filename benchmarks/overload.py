@@ -72,6 +72,7 @@ class Findings:
     retry_after_s: list[float] = field(default_factory=list)
     told_too_long: int = 0
     preemptions: int = 0
+    worker_restarts: int = 0
     most_running: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -137,6 +138,9 @@ async def measure(process: RunningServer, arguments: argparse.Namespace) -> Find
         watching.cancel()
     found.seconds = time.perf_counter() - began
     await check_afterwards(server, found)
+    found.worker_restarts = (await get_json(server, "/v1/status"))["worker_restarts"]
+    if found.worker_restarts:
+        found.fault(f"the worker was replaced {found.worker_restarts} times")
     judge_memory(found)
     if not found.preemptions or not found.refused:
         found.fault("nothing was preempted or nobody refused: this load does not test what it should")

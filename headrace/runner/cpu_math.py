@@ -9,6 +9,7 @@ MLX cuts a compiled function into one loop per eleven operations in a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ _LOG2E = math.log2(math.e)
 _COEFFICIENTS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
 # Adding and subtracting 1.5 * 2^23 rounds a float32 below 2^22 to an integer.
 _ROUND = 12582912.0
+MOST_SHAPES = 128
 
 
 def fast_exp(x: mx.array) -> mx.array:
@@ -30,7 +32,30 @@ def fast_exp(x: mx.array) -> mx.array:
     return (p.view(mx.int32) + (rounded.view(mx.int32) << 23)).view(mx.float32)
 
 
-_fast_exp = mx.compile(fast_exp)
+class Compiled:
+    """``mx.compile`` that forgets.
+
+    MLX keeps about 35 KB for every combination of shapes that a compiled function has seen, as long as the
+    function lives, and lengths of prompts come in thousands. After ``MOST_SHAPES`` the function is compiled anew:
+    what is needed is traced again, the machine code behind it is kept.
+    """
+
+    def __init__(self, function: Callable[..., mx.array]) -> None:
+        self._function = function
+        self._compiled = mx.compile(function)
+        self._seen: set[tuple[tuple[int, ...], ...]] = set()
+
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        shapes = tuple(array.shape for array in arrays)
+        if shapes not in self._seen:
+            if len(self._seen) == MOST_SHAPES:
+                self._compiled = mx.compile(self._function)
+                self._seen.clear()
+            self._seen.add(shapes)
+        return self._compiled(*arrays)
+
+
+_fast_exp = Compiled(fast_exp)
 # Compiled functions are traced once per shape; a flat array padded to a multiple of this has few shapes.
 _FLAT = 8192
 
@@ -44,13 +69,13 @@ def fast_exp_of_any_shape(x: mx.array) -> mx.array:
     return _fast_exp(flat)[: x.size].reshape(x.shape)
 
 
-@mx.compile
+@Compiled
 def silu_gate(gate: mx.array, up: mx.array) -> mx.array:
     """``silu(gate) * up``, float32."""
     return gate * up / (1.0 + fast_exp(-gate))
 
 
-@mx.compile
+@Compiled
 def gelu_gate(gate: mx.array, up: mx.array) -> mx.array:
     """``gelu(gate) * up`` with the tanh approximation (Hendrycks & Gimpel 2016), float32.
 

@@ -85,6 +85,8 @@ class Variant:
     tied: bool = False
     shards: int = 1
     window: int | None = None
+    kv_heads: int = HIDDEN // HEAD_DIM
+    window_layers: int = 1  # in front of one that sees everything
     think_open: bool = False
     eos_in: tuple[str, ...] = ("config", "generation", "tokenizer")
     dtype: str = "float32"
@@ -95,6 +97,7 @@ VARIANTS = {
     "tied": Variant(tied=True),
     "sharded": Variant(shards=3),
     "swa64": Variant(window=64),
+    "swa64_deep": Variant(window=64, kv_heads=2, window_layers=5),
     "think_open": Variant(think_open=True),
     "eos_config": Variant(eos_in=("config",)),
     "eos_generation": Variant(eos_in=("generation",)),
@@ -166,7 +169,7 @@ def vocabulary() -> Vocabulary:
 
 
 def build(folder: str | Path, variant: Variant = VARIANTS["plain"]) -> Path:
-    """Write the checkpoint (about 10 MB, 20 with a window) into ``folder`` and return it."""
+    """Write the checkpoint (about 10 MB a layer) into ``folder`` and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     words = vocabulary()
@@ -208,6 +211,9 @@ def _weights(words: Vocabulary, variant: Variant) -> dict[str, np.ndarray]:
         gate[unit, [current, first_script + number]] = 40.0
         down[following, unit] = 1
 
+    # One head does it all, the first; the others look at everything and are not listened to.
+    key, value = key[: variant.kv_heads * HEAD_DIM], value[: variant.kv_heads * HEAD_DIM]
+
     # Norm weights undo the normalisation: before attention 3 dimensions are 1, after it 4.
     layer = {
         "self_attn.q_proj": query,
@@ -223,7 +229,8 @@ def _weights(words: Vocabulary, variant: Variant) -> dict[str, np.ndarray]:
     weights = {f"model.layers.0.{name}.weight": array for name, array in layer.items()}
     if variant.window:
         inert = {name: array if "norm" in name else np.zeros_like(array) for name, array in layer.items()}
-        weights |= {f"model.layers.1.{name}.weight": array for name, array in inert.items()}
+        for number in range(1, variant.window_layers + 1):
+            weights |= {f"model.layers.{number}.{name}.weight": array for name, array in inert.items()}
     weights["model.embed_tokens.weight"] = embedding
     weights["model.norm.weight"] = np.ones(HIDDEN)
     if not variant.tied:
@@ -268,9 +275,9 @@ def _config(words: Vocabulary, variant: Variant) -> dict[str, object]:
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": UNITS,
-        "num_hidden_layers": 2 if variant.window else 1,
+        "num_hidden_layers": 1 + variant.window_layers if variant.window else 1,
         "num_attention_heads": HIDDEN // HEAD_DIM,
-        "num_key_value_heads": HIDDEN // HEAD_DIM,
+        "num_key_value_heads": variant.kv_heads,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -284,7 +291,10 @@ def _config(words: Vocabulary, variant: Variant) -> dict[str, object]:
         "eos_token_id": ends if "config" in variant.eos_in else ends[1],
     }
     if variant.window:
-        config |= {"sliding_window": variant.window, "layer_types": ["sliding_attention", "full_attention"]}
+        config |= {
+            "sliding_window": variant.window,
+            "layer_types": [*["sliding_attention"] * variant.window_layers, "full_attention"],
+        }
     return config
 
 

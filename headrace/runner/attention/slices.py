@@ -33,6 +33,8 @@ SCORE_BYTES = 640 * 1024
 KEY_TILE = 512
 # Smaller pieces need not be read one after the other: MLX evaluates about twenty side by side, no more.
 UNORDERED_BYTES = READ_BYTES // 16
+# One query's softmax of at least so many scores is cheaper through a compiled exponential than through MLX's own.
+FAST_SCORES = 8192
 # Decode rows up to this many positions are gathered together, as they come and packed.
 BUNDLED = 224
 BUNDLED_PACKED = 512
@@ -154,8 +156,11 @@ def _one_query(query: mx.array, reader: _Reader, sinks: mx.array | None) -> mx.a
     """``query [kv_heads, shared, dim]`` over all of the row (a window is cut already)."""
     pieces = list(reader.pieces())
     if len(pieces) == 1 and sinks is None:
-        weights = mx.softmax(_scores(query, reader, *pieces[0]), axis=-1)
-        return _weighted(weights, reader, *pieces[0])
+        scores = _scores(query, reader, *pieces[0])
+        if scores.size < FAST_SCORES:
+            return _weighted(mx.softmax(scores, axis=-1), reader, *pieces[0])
+        weights = fast_exp_of_any_shape(scores - mx.max(scores, axis=-1, keepdims=True))
+        return _weighted(weights, reader, *pieces[0]) / mx.sum(weights, axis=-1, keepdims=True)
     state = OnlineSoftmax(sinks)
     for first, last in pieces:
         state.add(_scores(query, reader, first, last), reader.values(first, last))
