@@ -94,6 +94,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     main model's hidden states, and the embeddings, serve. ``embedding_max_length``: tokens of an input at most,
     None: what the model takes; ``embedding_truncates``: longer inputs lose their end instead of being refused.
 
+    ``otlp_traces_endpoint``: URL that OpenTelemetry traces go to; None: there are none.
+
     ``response_store_mb``: room for the stored answers of ``/v1/responses``, 0: none is stored; they are in
     ``response_store_file``, None: in the user's state folder.
     """
@@ -133,3 +135,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     log_level: str = "info"
     log_format: str = "text"
+    otlp_traces_endpoint: str | None = None

@@ -19,6 +19,28 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
 
 
+class Timeline(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker notes of a traced request; times on the machine's monotonic clock, which all processes share.
+
+    Attributes:
+        queued_at: it was taken in.
+        scheduled_at: it first ran in a step.
+        first_token_at: its first token (of any sequence) was read.
+        finished_at: this sequence's last token was read.
+        prefill_steps: launches before its first token was read.
+        steps: steps that gave it tokens.
+        preemptions: how often it ran, and then had to wait.
+    """
+
+    queued_at: float
+    scheduled_at: float
+    first_token_at: float
+    finished_at: float
+    prefill_steps: int
+    steps: int
+    preemptions: int
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker needs to run one request, and to continue it after another worker died.
 
@@ -33,6 +55,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         emitted: per sequence index, tokens already sent to the client (replay after a worker's death);
             generation goes on behind them.
         done: indices of sequences that already ended and must not be run again.
+        traced: each sequence's finish carries a ``Timeline``.
     """
 
     id: str
@@ -44,6 +67,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str = ""
     emitted: dict[int, list[int]] = {}
     done: list[int] = []
+    traced: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +97,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         error: for ``FinishReason.ERROR``: one line for the client.
         hidden: with the finish when ``params.embed`` asked: the hidden state at the prompt's last token behind the
             model's last norm, little-endian float32. Such a sequence has no tokens.
+        timeline: with the finish of a traced request's sequence.
     """
 
     request_id: str
@@ -84,3 +109,4 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
     hidden: bytes = b""
+    timeline: Timeline | None = None

@@ -116,12 +116,8 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         exception_handlers={HTTPException: answer_http_exception},
-        telemetry={
-            "tracing": False,
-            "metrics": False,
-            "logs": False,
-            "auto_configure": False,
-        },  # ours is elsewhere
+        # FastAPI's own would send what exceptions say; ours is in headrace.gateway.tracing
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.services = house
     schemas: list[type] = []

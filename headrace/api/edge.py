@@ -34,7 +34,7 @@ log = logging.getLogger("headrace.api")
 HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_CLOSED = 499
 """Status in the log (never sent) of requests whose client left."""
 
@@ -70,7 +70,7 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             log.log(
-                logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
+                logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
                 "%s %s %d",
                 scope["method"],
                 ascii(scope["path"][:200])[1:-1],

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from headrace.cli.flags import Flag, FlagTable, UsageError, collect, make_parser, read_arguments
-from headrace.cli.values import integer, number, text
+from headrace.cli.values import http_url, integer, number, text
 
 if TYPE_CHECKING:
     from headrace.cli.chat_commands import Room
@@ -32,7 +31,9 @@ _DEFAULT_URL = "http://127.0.0.1:8000"
 CHAT_FLAGS = FlagTable.of(
     {
         "server": (
-            Flag("--base-url", "the server, as OpenAI's clients want it", "chat.url", text("URL"), _DEFAULT_URL),
+            Flag(
+                "--base-url", "the server, as OpenAI's clients want it", "chat.url", http_url("URL"), _DEFAULT_URL
+            ),
             Flag("--url", alias_of="--base-url"),
             Flag("--api-key", "its key", "chat.key", text("KEY")),
             Flag("--model", "who answers", "chat.model", text("NAME"), "the first that the server lists"),
@@ -77,13 +78,6 @@ def _endpoint(values: Mapping[str, object], environment: Mapping[str, str]) -> E
     from headrace.cli.chat_http import Endpoint
 
     url = str(values.get("chat.url", _DEFAULT_URL))
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-    except ValueError:
-        known = None
-    if not known:
-        raise UsageError(f"--base-url must be an http or https URL; got {url!r}")
     key = values.get("chat.key") or environment.get("HEADRACE_API_KEY")
     if not key and "chat.url" in values:
         key = environment.get("OPENAI_API_KEY")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from headrace.config import ServerConfig
     from headrace.gateway.service import EngineClient, RequestMetrics
+    from headrace.gateway.tracing import Tracing
 
 _DESCRIPTION = (
     "MODEL is a folder (safetensors, MLX or Hugging Face layout), a .gguf file or a hub id; "
@@ -44,6 +45,7 @@ def make_app(
     engine: EngineClient,
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient] | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The HTTP application of one model and of those beside it.
 
@@ -53,7 +55,7 @@ def make_app(
     from headrace.text import model_text
 
     text = model_text.load(config.engine.model, config.chat_template_file)
-    return create_app(config, engine, text, metrics, sides)
+    return create_app(config, engine, text, metrics, sides, tracing)
 
 
 def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, object]]:

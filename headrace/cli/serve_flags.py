@@ -14,6 +14,7 @@ from headrace.cli.values import (
     KV_BITS,
     OVERFLOW_POLICY,
     choice,
+    http_url,
     integer,
     mebibytes,
     number,
@@ -50,6 +51,12 @@ _SERVER = (
         "server.log_format",
         choice("text", "json"),
         "text",
+    ),
+    Flag(
+        "--otlp-traces-endpoint",
+        "collector that OpenTelemetry traces go to (OTLP over HTTP)",
+        "server.otlp_traces_endpoint",
+        http_url("URL"),
     ),
     Flag("--enable-metrics", "accepted: /metrics is always on"),
 )

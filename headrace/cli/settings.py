@@ -6,6 +6,7 @@ process's environment or the network: the caller passes both in.
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 from collections.abc import Mapping
 from typing import Any, cast
@@ -54,10 +55,21 @@ def check(values: Values) -> None:
     highest = server.get("max_request_tokens", _default("max_request_tokens"))
     if server.get("max_tokens", 0) > highest:
         raise UsageError(f"--max-tokens {server['max_tokens']} is above --max-request-tokens {highest}")
+    if "otlp_traces_endpoint" in server and not _has_opentelemetry():
+        raise UsageError(
+            "--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'headrace[otel]'"
+        )
     if values.get("engine.enable_prefix_cache") is False and (
         "engine.prefix_cache_bytes" in values or "engine.prefix_cache_share" in values
     ):
         raise UsageError("--disable-prefix-cache leaves nothing for --cache-memory-mb or --cache-memory-percent")
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _engine_fields(values: Values) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 MIB = 1024 * 1024
 
@@ -96,6 +97,22 @@ def text(metavar: str) -> Kind:
     def parse(value: str) -> object:
         if not value.strip():
             raise ValueError("not empty")
+        return value
+
+    return Kind(metavar, parse)
+
+
+def http_url(metavar: str) -> Kind:
+    """An http or https URL with a host."""
+
+    def parse(value: str) -> object:
+        try:
+            parts = urlsplit(value)
+            known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+        except ValueError:
+            known = None
+        if not known:
+            raise ValueError("an http or https URL")
         return value
 
     return Kind(metavar, parse)

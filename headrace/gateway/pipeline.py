@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.gateway.events import Event, Usage
 from headrace.gateway.prompt_run import PHASES, Phase, PipelineLimits, PromptRun, RunServices
+from headrace.gateway.run_record import RunTracing
 from headrace.gateway.sequence_text import TextOptions
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.params import SamplingParams
@@ -84,6 +85,7 @@ class Pipeline:
 
     Args:
         isolate_keys: API keys share no prefixes with each other.
+        tracing: told of every run that ended; None: tracing is off.
     """
 
     def __init__(
@@ -94,8 +96,9 @@ class Pipeline:
         limits: PipelineLimits,
         *,
         isolate_keys: bool = False,
+        tracing: RunTracing | None = None,
     ) -> None:
-        self._shared = RunServices(engine, tokenizer, metrics, limits)
+        self._shared = RunServices(engine, tokenizer, metrics, limits, tracing)
         self._isolate_keys = isolate_keys
         self._running: dict[str, Generation] = {}
 

@@ -19,9 +19,10 @@ import msgspec
 
 from headrace.errors import InternalFault, RequestError, RequestTimeout
 from headrace.gateway.events import Embedded, Event, KeepAlive, PromptScored, SequenceFinished, Started
+from headrace.gateway.run_record import RunRecord, RunTracing
 from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prompt
-from headrace.gateway.service import EngineClient, RequestMetrics
-from headrace.request import EngineRequest, FinishReason, SequenceOutput
+from headrace.gateway.service import EngineClient, Interruption, RequestMetrics
+from headrace.request import EngineRequest, FinishReason, SequenceOutput, Timeline
 from headrace.text.tokenizer import Tokenizer
 
 Phase = Literal["waiting", "prefill", "decode"]
@@ -56,6 +57,7 @@ class RunServices:
     tokenizer: Tokenizer
     metrics: RequestMetrics
     limits: PipelineLimits
+    tracing: RunTracing | None = None
 
 
 class PromptRun:
@@ -74,6 +76,10 @@ class PromptRun:
         received_at: float,
         shared: RunServices,
     ) -> None:
+        self._tracing = shared.tracing
+        self._span = None if shared.tracing is None else shared.tracing.current()
+        if self._span is not None:
+            request = msgspec.structs.replace(request, traced=True)
         self.request = request
         self.cached_tokens = 0
         self._first_index = first_index
@@ -89,6 +95,10 @@ class PromptRun:
         self._started_at: float | None = None
         self._first_token_at: float | None = None
         self._last_token_at = [0.0] * request.n
+        self._finish_reasons: list[str] = []
+        self._timelines: list[Timeline] = []
+        self._interruptions: list[Interruption] = []
+        self._is_continued = False
         self._stream = self._engine.submit(request)
         self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
 
@@ -152,6 +162,7 @@ class PromptRun:
             if self._outcome is not None:
                 for _ in range(self._open):
                     self._metrics.sequence_finished(self._outcome)
+                    self._finish_reasons.append(self._outcome)
         if self._first_token_at is not None:
             last_token_at = max(self._last_token_at)
             self._metrics.ended(
@@ -161,6 +172,30 @@ class PromptRun:
                 completion_tokens=self.completion_tokens,
                 key=self.request.key,
             )
+        if self._tracing is not None and self._span is not None:
+            self._tracing.run_ended(self._span, self._record())
+
+    def _record(self) -> RunRecord:
+        interruptions = (*self._interruptions, *self._stream.interruptions)
+        is_whole = not interruptions and not self._is_continued
+        return RunRecord(
+            id=self.request.id,
+            params=self.request.params,
+            n=self.request.n,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            reasoning_tokens=self.reasoning_tokens,
+            received_at=self._received_at,
+            submitted_at=self._submitted_at,
+            started_at=self._started_at,
+            first_token_at=self._first_token_at,
+            last_token_at=max(self._last_token_at) or None,
+            ended_at=time.monotonic(),
+            finish_reasons=tuple(self._finish_reasons),
+            timelines=tuple(self._timelines) if is_whole else (),
+            interruptions=interruptions,
+        )
 
     # -- clocks
 
@@ -193,6 +228,8 @@ class PromptRun:
         for output in outputs:
             if not self.cached_tokens:
                 self.cached_tokens = output.cached_tokens
+            if output.timeline is not None:
+                self._timelines.append(output.timeline)
             if output.prompt_logprobs is not None and output.index == 0:
                 scored = score_prompt(self._tokenizer, self.request.prompt_token_ids, output.prompt_logprobs)
                 events.append(PromptScored(self._first_index, scored))
@@ -232,6 +269,8 @@ class PromptRun:
         self.request = msgspec.structs.replace(
             self.request, id=f"{base}~{int(number or 0) + 1}", emitted={0: taken}
         )
+        self._is_continued = True
+        self._interruptions += self._stream.interruptions
         self._stream = self._engine.submit(self.request)
         self._engine.abort(old_id)
 
@@ -248,6 +287,7 @@ class PromptRun:
         self._open -= 1
         if isinstance(event, SequenceFinished):
             self._metrics.sequence_finished(event.reason)
+            self._finish_reasons.append(event.reason)
 
     def _observe_tokens(self, output: SequenceOutput, now: float) -> None:
         if self._first_token_at is None:

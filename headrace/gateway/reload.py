@@ -13,6 +13,7 @@ from headrace.worker.protocol import Ready
 # Fields of ServerConfig that a running process cannot take over.
 FIXED_FIELDS = (
     "host", "port", "ssl_certfile", "ssl_keyfile", "root_path", "log_level", "log_format", "embedding", "reranker",
+    "otlp_traces_endpoint",
 )  # fmt: skip
 # What a worker takes, by name in its memory plan.
 _PARTS = ("weights", "activations", "attention_scratch", "buffer_cache", "pool")

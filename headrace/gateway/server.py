@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -43,6 +43,9 @@ from headrace.gateway.supervisor import Supervisor
 from headrace.gateway.worker_client import WorkerClient
 from headrace.gateway.worker_process import WORKER_COMMAND
 
+if TYPE_CHECKING:
+    from headrace.gateway.tracing import Tracing
+
 EXIT_STOPPED = 0
 EXIT_START_FAILED = 2
 EXIT_PORT_TAKEN = 3
@@ -52,7 +55,8 @@ LAST_WRITES_S = 1
 _OPEN_FILES = 65536
 
 ASGIApp = Callable[..., Any]
-# Called with (config, client, metrics), and ``sides=`` where there are engines beside the main one.
+# Called with (config, client, metrics), ``sides=`` where there are engines beside the main one, and ``tracing=``
+# where that is on.
 AppFactory = Callable[..., ASGIApp]
 
 log = logging.getLogger("headrace.gateway")
@@ -179,6 +183,7 @@ class _Server:
         self._client.on_step = self._metrics.step
         self._client.on_reload = self._reload
         self._sides = SideEngines(config, folder, worker_command)
+        self._tracing = _tracing(config)
         self._front = _Front(self._app(config))
         self._supervisor = Supervisor(
             config.engine,
@@ -189,8 +194,10 @@ class _Server:
         )
 
     def _app(self, config: ServerConfig) -> ASGIApp:
-        sides = {"sides": self._sides.clients} if self._sides.clients else {}
-        return self._make_app(config, self._client, self._metrics, **sides)
+        more: dict[str, Any] = {"sides": self._sides.clients} if self._sides.clients else {}
+        if self._tracing is not None:
+            more["tracing"] = self._tracing
+        return self._make_app(config, self._client, self._metrics, **more)
 
     async def _run_engines(self) -> None:
         """The main engine's life, behind the start of those beside it."""
@@ -222,6 +229,8 @@ class _Server:
             await asyncio.wait({serving, engine})
             supervisor.close()
             self._sides.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
         engine.result()
         serving.result()
         return EXIT_STOPPED
@@ -308,6 +317,15 @@ class _Server:
         self._sides.fail_all(error)
         # readers may still take what is written for them
         http.config.timeout_graceful_shutdown = max(LAST_WRITES_S, int(deadline - time.monotonic()))
+
+
+def _tracing(config: ServerConfig) -> Tracing | None:
+    """None, and nothing imported, without ``--otlp-traces-endpoint``."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    from headrace.gateway.tracing import open_tracing
+
+    return open_tracing(config.served_model_names[0], config.otlp_traces_endpoint)
 
 
 def _key_names(config: ServerConfig) -> list[str]:

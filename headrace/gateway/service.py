@@ -48,13 +48,24 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadProgress | None = None
 
 
+class Interruption(msgspec.Struct):
+    """A request lost its worker at ``lost_at``, and another one was given it at ``replayed_at`` (monotonic)."""
+
+    lost_at: float
+    replayed_at: float | None = None
+
+
 class OutputStream(Protocol):
     """Outputs of one request; one reader.
 
     Iteration yields lists of outputs, in order, and ends behind the last sequence's finish. It raises the
     ``RequestError`` the request died of: a rejection by the worker, an engine that gave up, a shutdown.
     A pending ``__anext__`` may be cancelled without losing an output.
+
+    ``interruptions``: of the request so far, in order.
     """
+
+    interruptions: list[Interruption]
 
     async def accepted(self) -> None:
         """Return when the worker has taken the request in; raise its ``RequestError`` when it refused.

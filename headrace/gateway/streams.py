@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.errors import RequestError
+from headrace.gateway.service import Interruption
 from headrace.request import FinishReason, SequenceOutput, TokenLogprobs
 
 
@@ -17,7 +18,8 @@ class _Merged:
     """Outputs of one sequence since the reader last looked."""
 
     __slots__ = (
-        "cached_tokens", "error", "finish_reason", "hidden", "logprobs", "prompt_logprobs", "single", "token_ids",
+        "cached_tokens", "error", "finish_reason", "hidden", "logprobs", "prompt_logprobs", "single", "timeline",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, output: SequenceOutput) -> None:
@@ -29,6 +31,7 @@ class _Merged:
         self.prompt_logprobs = output.prompt_logprobs
         self.error = output.error
         self.hidden = output.hidden
+        self.timeline = output.timeline
 
     def add(self, output: SequenceOutput) -> None:
         self.single = None
@@ -38,6 +41,7 @@ class _Merged:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.error = output.error or self.error
         self.hidden = output.hidden or self.hidden
+        self.timeline = output.timeline or self.timeline
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
 
@@ -52,6 +56,7 @@ class _Merged:
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
             hidden=self.hidden,
+            timeline=self.timeline,
         )
 
 
@@ -66,6 +71,7 @@ class SlotStream:
         self._woken = False
         self._ended = False
         self._error: RequestError | None = None
+        self.interruptions: list[Interruption] = []
 
     # -- the dispatcher's side
 

@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.errors import InternalFault, InvalidRequest, NotReady, QueueFull, RequestError
 from headrace.gateway.journal import Journal, blame, next_suspect, open_entry, record, resubmission
-from headrace.gateway.service import EngineState
+from headrace.gateway.service import EngineState, Interruption
 from headrace.gateway.streams import SlotStream
 from headrace.gateway.supervisor import WorkerLink
 from headrace.gateway.worker_process import WorkerDeath
@@ -223,6 +223,10 @@ class WorkerClient:
 
     def _take_back(self) -> None:
         """Hold everything that is open, for the next worker."""
+        now = time.monotonic()
+        for request_id, stream in self._streams.items():
+            if request_id not in self._held:
+                stream.interruptions.append(Interruption(now))
         self._link, self._trial = None, None
         self._held = dict.fromkeys(self._journal)
         self._past = self.lifetime_stats()
@@ -246,6 +250,8 @@ class WorkerClient:
         for request_id in [self._trial] if self._trial is not None else list(self._held):
             del self._held[request_id]
             self._link.send(AddRequest(resubmission(self._journal[request_id])))
+            if interruptions := self._streams[request_id].interruptions:
+                interruptions[-1].replayed_at = time.monotonic()
 
     def _dispatch(self, message: StepOutputs) -> None:
         self._set(stats=message.stats)

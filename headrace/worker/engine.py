@@ -32,6 +32,7 @@ from headrace.worker.protocol import (
     ToWorker,
 )
 from headrace.worker.step_record import StepRecord
+from headrace.worker.timelines import Timelines
 
 log = logging.getLogger("headrace.worker")
 
@@ -101,6 +102,7 @@ class Engine:
         self._in_flight: _Launched | None = None
         self._running: frozenset[str] = frozenset()  # requests of the step in flight, and those beside it
         self._answering: set[str] = set()  # those of them that have sampled a token
+        self._timelines = Timelines()
         self._steps_total = 0
         self._step_s = 0.0
 
@@ -161,6 +163,7 @@ class Engine:
             case AbortRequest(request_id, index):
                 if index is None:
                     self._compiling.drop(request_id)
+                self._timelines.drop(request_id, index)
                 self._scheduler.abort(request_id, index)
             case ClearPrefixCache():
                 self._scheduler.clear_prefix_cache()
@@ -183,7 +186,10 @@ class Engine:
 
     def _take_in(self, before: _Launched) -> list[SequenceOutput]:
         result = believed(before.output, before.handle.result())
-        outputs = self._scheduler.update(result, self._clock())
+        now = self._clock()
+        outputs = self._scheduler.update(result, now)
+        if self._timelines:
+            outputs = self._timelines.took(outputs, now)
         self._answering.update(output.request_id for output in outputs if output.token_ids)
         self._steps_total += 1
         self._step_s = result.duration_s
@@ -203,6 +209,8 @@ class Engine:
         self._running = frozenset() if output.is_empty else frozenset(self._scheduler.running_ids())
         self._answering.intersection_update(self._running | before)
         self._record.write(self._running | before)
+        if self._timelines and not output.is_empty:
+            self._timelines.launched(self._running, self._clock())
         if output.prefill and self._announce is not None:
             self._announce(StepOutputs(self._signs_of_life(), self.stats()))
         return None if output.is_empty else _Launched(self._runner.launch(output), output)
@@ -218,6 +226,8 @@ class Engine:
             log.exception("a request could not be queued")
             rejection = Rejection(500, "internal_error", "the request could not be queued")
         if rejection is None:
+            if request.traced:
+                self._timelines.add(request.id, request.n - len(request.done), self._clock())
             return Accepted(request.id)
         return Rejected(
             request_id=request.id,

@@ -20,6 +20,7 @@ NAMES = [flag.name for flag in SERVE_FLAGS.flags]
 
 # a good value that is not the default, by flag
 GOOD: dict[str, str] = {
+    "--otlp-traces-endpoint": "http://127.0.0.1:4318",
     "--served-model-name": "m",
     "--host": "localhost",
     "--port": "9000",
