@@ -48,6 +48,7 @@ from headrace.runner.substitutions.decode_products import substitute_decode_prod
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.rotary import substitute_rotary
+from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 from headrace.runner.warm_up import warm_up
 from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
@@ -167,7 +168,9 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     if not head_major:
         fuse_projections(model)
     found = read_layout(model, block_size, config.kv_cache_dtype)
-    choice = _kernel_choice(files, found, head_major)
+    install()
+    softcap = 0.0 if head_major else substitute_softcapped_attention(model)
+    choice = _kernel_choice(files, found, softcap, head_major)
     install(choice.kernel)
     store = None if head_major else PoolStore.checked()
     if device.kind == "cuda":
@@ -200,12 +203,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
 
 
-def _kernel_choice(files: ModelFiles, found: ModelLayout, head_major: bool) -> KernelChoice:
+def _kernel_choice(files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool) -> KernelChoice:
     """The decode kernel, if the device has one that is right and faster on this model's layers."""
     if head_major:
         return KernelChoice(None, "reference attention: slices of head-major pools")
     heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
-    return choose_model_kernel(found, heads)
+    return choose_model_kernel(found, heads, softcap)
 
 
 def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:

@@ -84,6 +84,12 @@ def bound_attention(module: nn.Module) -> Callable[..., mx.array] | None:
     return function
 
 
+def current_attention() -> Callable[..., mx.array]:
+    """The shared attention function as it is bound now."""
+    function: Callable[..., mx.array] = getattr(_base, ATTENTION_NAME)
+    return function
+
+
 def original_attention() -> Callable[..., mx.array]:
     """The shared attention function as mlx-lm defines it (of a module nobody rebinds twice)."""
     function = getattr(_base, ATTENTION_NAME)

@@ -24,12 +24,20 @@ class ReferenceInItsPlace:
 
     def __init__(self, error: float = 0.0) -> None:
         self.error = error
-        self.asked: set[tuple[int, int, int | None, int | None]] = set()
+        self.asked: set[tuple[int, int, int | None, int | None, float]] = set()
 
-    def __call__(self, queries: mx.array, view: LayerView, scale: float, window: int | None) -> mx.array:
+    def __call__(
+        self,
+        queries: mx.array,
+        view: LayerView,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        softcap: float,
+    ) -> mx.array:
         layer = view.pool.layers[0]
-        self.asked.add((layer.key_dim, layer.value_dim, layer.bits, window))
-        return paged_attention(queries, view, scale, window) + self.error
+        self.asked.add((layer.key_dim, layer.value_dim, layer.bits, window, softcap))
+        return paged_attention(queries, view, scale, window, sinks, softcap) + self.error
 
 
 @pytest.fixture
@@ -85,7 +93,7 @@ def test_every_form_of_a_model_is_checked(kernel: ReferenceInItsPlace) -> None:
     without = LayerShape(1, 1, 1, 1, mx.float32)
     groups = (LayerGroup("full", 2, 1, None), LayerGroup("sliding_24", 3, 1, 24))
     found = ModelLayout((LAYER, wide, LAYER, without, wide), KVLayout(16, groups))
-    choice = choose_model_kernel(found, 4)
+    choice = choose_model_kernel(found, 4, 50.0)
     assert choice.kernel is kernel
-    assert kernel.asked == {(64, 64, None, None), (96, 96, 4, 24)}
-    assert "4 heads over 2 of 64; 4 heads over 2 of 96, int4, window 24" in choice.note
+    assert kernel.asked == {(64, 64, None, None, 50.0), (96, 96, 4, 24, 50.0)}
+    assert "4 heads over 2 of 64, capped at 50; 4 heads over 2 of 96, int4, window 24, capped at 50" in choice.note

@@ -32,7 +32,10 @@ class AttentionDispatcher:
         scale: float,
         mask: Any,
         sinks: mx.array | None = None,
+        *,
+        softcap: float = 0.0,
     ) -> mx.array:
+        """``softcap`` is not mlx-lm's: our own modules name it, and always with a handle."""
         if not isinstance(keys, KVHandle):
             return self.wrapped(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         window = keys.view.group.window
@@ -41,8 +44,8 @@ class AttentionDispatcher:
         elif isinstance(mask, mx.array):
             raise TypeError("the model brings its own attention mask")
         if self.kernel is not None and self.kernel.supports(queries, keys.view):
-            return self.kernel(queries, keys.view, scale, window, sinks)
-        return paged_attention(queries, keys.view, scale, window, sinks)
+            return self.kernel(queries, keys.view, scale, window, sinks, softcap)
+        return paged_attention(queries, keys.view, scale, window, sinks, softcap)
 
 
 def install(kernel: PagedDecodeKernel | None = None) -> AttentionDispatcher:

@@ -64,7 +64,12 @@ class _Rows:
 
 
 def attend_gathered(
-    queries: mx.array, view: LayerView, scale: float, window: int | None, sinks: mx.array | None
+    queries: mx.array,
+    view: LayerView,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float = 0.0,
 ) -> mx.array:
     """``paged_attention`` of ``reference.py`` for a token-major pool."""
     groups = _groups(queries.shape[0], queries.shape[2], view)
@@ -73,7 +78,7 @@ def attend_gathered(
     for index, width in groups:
         rows = _take(view, index, width, outputs[-1:])
         some = queries if len(groups) == 1 else queries[mx.array(index)]
-        outputs.append(_attend(some, view, rows, scale, window, sinks))
+        outputs.append(_attend(some, view, rows, scale, window, sinks, softcap))
         order += index
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
     if order == sorted(order):
@@ -127,7 +132,13 @@ def _take(view: LayerView, index: list[int], width: int, earlier: Earlier) -> _R
 
 
 def _attend(
-    queries: mx.array, view: LayerView, rows: _Rows, scale: float, window: int | None, sinks: mx.array | None
+    queries: mx.array,
+    view: LayerView,
+    rows: _Rows,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float,
 ) -> mx.array:
     """Attention of ``queries [b, H, L, D]`` over the rows' gathered context."""
     length = queries.shape[2]
@@ -135,8 +146,9 @@ def _attend(
     context = width * view.pool.block_size
     causal = rows.extent is not None and length > 1 and (window is None or rows.extent[1] <= window)
     mask_bytes = 0 if causal else count * length * context
-    if count * context * _token_bytes(view) > GATHER_BYTES or mask_bytes > SCORE_BYTES:
-        return _attend_tiled(queries, view, rows, scale, window, sinks)
+    large = count * context * _token_bytes(view) > GATHER_BYTES or mask_bytes > SCORE_BYTES
+    if large or softcap > 0:  # MLX's own attention caps nothing
+        return _attend_tiled(queries, view, rows, scale, window, sinks, softcap)
     keys, values = gather(view, rows.tables)
     if not causal or rows.extent is None:
         mask, values = rows.visible(0, length, 0, context, window), rows.written(values, 0)
@@ -150,7 +162,13 @@ def _attend(
 
 
 def _attend_tiled(
-    queries: mx.array, view: LayerView, rows: _Rows, scale: float, window: int | None, sinks: mx.array | None
+    queries: mx.array,
+    view: LayerView,
+    rows: _Rows,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float,
 ) -> mx.array:
     """The same in tiles of keys, gathered one after the other, by tiles of queries."""
     count, heads, length, dim = queries.shape
@@ -171,6 +189,8 @@ def _attend_tiled(
         values = rows.written(values, column * size).astype(mx.float32)[:, :, None]
         for (first, last), state in zip(spans, states, strict=True):
             scores = after(grouped[..., first:last, :], earlier) @ keys.swapaxes(-1, -2)
+            if softcap > 0:
+                scores = softcap * mx.tanh(scores / softcap)
             visible = rows.visible(first, last - first, column * size, scores.shape[-1], window)
             state.add(mx.where(visible[:, :, None], scores, HIDDEN), values)
             earlier = state.pending

@@ -42,13 +42,15 @@ class LayerForm:
     layer: LayerShape
     heads: int
     window: int | None
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         layer = self.layer
         widths = f"{layer.key_dim}" if layer.key_dim == layer.value_dim else f"{layer.key_dim}/{layer.value_dim}"
         packed = "" if layer.bits is None else f", int{layer.bits}"
         window = "" if self.window is None else f", window {self.window}"
-        return f"{self.heads} heads over {layer.kv_heads} of {widths}{packed}{window}"
+        softcap = f", capped at {self.softcap:g}" if self.softcap else ""
+        return f"{self.heads} heads over {layer.kv_heads} of {widths}{packed}{window}{softcap}"
 
 
 def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size: int) -> KernelChoice:
@@ -56,10 +58,11 @@ def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size:
     return _choose({LayerForm(replace(layer, group=0), heads, window): 1}, block_size)
 
 
-def choose_model_kernel(found: ModelLayout, heads: int) -> KernelChoice:
+def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) -> KernelChoice:
     """The same over all layers of a model; those without KV of their own are left out."""
+    windows = [group.window for group in found.layout.groups]
     forms = Counter(
-        LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), found.layout.groups[layer.group].window)
+        LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), windows[layer.group], softcap)
         for layer in found.layers
         if layer.key_dim > 1
     )
@@ -110,8 +113,9 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
     for lengths in (mixed, [1 + 37 * row % 211 for row in range(96)]):
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5
-        expected = paged_attention(queries.astype(mx.float32), _unrounded(view), scale, form.window)
-        got = kernel(queries, view, scale, form.window).astype(mx.float32)
+        options = (scale, form.window, None, form.softcap)
+        expected = paged_attention(queries.astype(mx.float32), _unrounded(view), *options)
+        got = kernel(queries, view, *options).astype(mx.float32)
         worst = float(np.array(mx.max(mx.abs(expected - got))))
         if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
             return f"the kernel's outputs differ by {worst:.3g} here ({form})"
@@ -135,10 +139,10 @@ def _times(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> tuple
     """Seconds of the kernel and of the reference."""
     lengths = [1, 200, 350, 640, 900, 33, 700, 1]
     queries, view = random_case(form.layer, form.heads, lengths, block_size, form.window)
-    scale = form.layer.key_dim**-0.5
+    options = (form.layer.key_dim**-0.5, form.window, None, form.softcap)
     return (
-        best_seconds(lambda: kernel(queries, view, scale, form.window)),
-        best_seconds(lambda: paged_attention(queries, view, scale, form.window)),
+        best_seconds(lambda: kernel(queries, view, *options)),
+        best_seconds(lambda: paged_attention(queries, view, *options)),
     )
 
 

@@ -24,11 +24,16 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: mx.array | None = None,
+    softcap: float = 0.0,
 ) -> mx.array:
-    """Attention of ``queries [B, H, L, D]`` over the pool; returns ``[B, H, L, value_dim]``."""
+    """Attention of ``queries [B, H, L, D]`` over the pool; returns ``[B, H, L, value_dim]``.
+
+    ``softcap``: scores become ``softcap * tanh(score / softcap)``, in token-major pools only; 0: they stay.
+    """
     if view.pool.head_major:
+        assert softcap == 0, "soft-capped attention reads token-major pools"
         return slices.attend_slices(queries, view, scale, window, sinks)
-    return gather.attend_gathered(queries, view, scale, window, sinks)
+    return gather.attend_gathered(queries, view, scale, window, sinks, softcap)
 
 
 def scratch_bytes(*, head_major: bool) -> int:
