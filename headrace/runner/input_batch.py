@@ -48,6 +48,45 @@ class BundleLimits:
     total_tokens: int
 
 
+# A row's block table in one group, and which of its blocks a forward reads: first, last + 1.
+_Span = tuple[tuple[int, ...], int, int]
+
+
+@dataclass(slots=True)
+class _Tables:
+    """Block tables ``[B, W]`` of one group and the positions ``[B]`` of their first slots, on host and device.
+
+    Those of decode forwards are kept: from one step to the next hardly a row's changes.
+    """
+
+    spans: list[_Span]
+    tables: Ints
+    bases: Ints
+    arrays: tuple[mx.array, mx.array]
+
+    @staticmethod
+    def made(spans: list[_Span], total: int, width: int, block_size: int) -> _Tables:
+        tables, bases = np.zeros((total, width), np.int32), np.zeros(total, np.int32)
+        for index, (table, first, last) in enumerate(spans):
+            tables[index, : last - first] = table[first:last]
+            bases[index] = first * block_size
+        return _Tables(spans, tables, bases, (mx.array(tables), mx.array(bases)))
+
+    def update(self, spans: list[_Span], block_size: int) -> None:
+        """Write the rows that changed; as many spans as before."""
+        changed = False
+        for index, ((table, first, last), before) in enumerate(zip(spans, self.spans, strict=True)):
+            if table is before[0] and first == before[1] and last == before[2]:
+                continue
+            changed = True
+            self.tables[index] = 0
+            self.tables[index, : last - first] = table[first:last]
+            self.bases[index] = first * block_size
+        if changed:
+            self.spans = spans
+            self.arrays = (mx.array(self.tables), mx.array(self.bases))
+
+
 # Rows are bundled while the longest has at most this many times the blocks of the shortest; below three it does
 # not pay.
 _SIMILAR = 1.5
@@ -72,6 +111,7 @@ class InputBatchBuilder:
         self.layout = layout
         self._slices = slices
         self._runs: dict[tuple[int, int], tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
+        self._decode_tables: dict[int, _Tables] = {}
 
     def forget(self, live: set[int]) -> None:
         """Drop what is remembered of sequences that are not in ``live``."""
@@ -83,9 +123,8 @@ class InputBatchBuilder:
         total = num_rows or len(rows)
         starts = np.zeros(total, np.int32)
         ends = np.ones(total, np.int32)
-        for index, row in enumerate(rows):
-            starts[index] = row.start
-            ends[index] = row.start + row.num_tokens
+        starts[: len(rows)] = [row.start for row in rows]
+        ends[: len(rows)] = [row.start + row.num_tokens for row in rows]
         groups = [self._group(group, rows, length, total) for group in range(len(self.layout.groups))]
         return ForwardBatch(
             offsets=mx.array(starts),
@@ -103,19 +142,21 @@ class InputBatchBuilder:
             runs = [self._row_runs(group, row, first) for row, first in zip(rows, firsts, strict=True)]
             bundles = self._bundle(group, rows, firsts) if length == 1 and self._bundles is not None else []
             return GroupBatch(window, slots, runs=runs, firsts=firsts, bundles=bundles)
-        tables, bases = self._tables(group, rows, firsts, total)
-        return GroupBatch(window, slots, firsts=bases.tolist(), tables=mx.array(tables), bases=mx.array(bases))
+        found = self._tables(group, rows, firsts, total)
+        tables, bases = found.arrays
+        return GroupBatch(window, slots, firsts=found.bases.tolist(), tables=tables, bases=bases)
 
     def _slots(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> Ints:
         size = self.layout.block_size
         slots = np.zeros((total, length), np.int32)
         # Pads of one row write to different slots of the null block where they can: equal targets serialize.
         slots[:] = np.arange(length) % size
+        if length == 1:
+            slots[: len(rows), 0] = [
+                row.block_tables[group][row.start // size] * size + row.start % size for row in rows
+            ]
+            return slots.reshape(-1)
         for index, row in enumerate(rows):
-            if row.num_tokens == 1:
-                block = row.block_tables[group][row.start // size]
-                slots[index, 0] = block * size + row.start % size
-                continue
             positions = np.arange(row.start, row.start + row.num_tokens)
             first = row.start // size
             last = (row.start + row.num_tokens - 1) // size
@@ -201,23 +242,22 @@ class InputBatchBuilder:
         self._runs[key] = (table, runs)
         return runs
 
-    def _tables(
-        self, group: int, rows: Sequence[ScheduledRow], firsts: Sequence[int], total: int
-    ) -> tuple[Ints, Ints]:
+    def _tables(self, group: int, rows: Sequence[ScheduledRow], firsts: Sequence[int], total: int) -> _Tables:
         size = self.layout.block_size
         spans = [
-            (first // size, (row.start + row.num_tokens - 1) // size + 1)
+            (row.block_tables[group], first // size, (row.start + row.num_tokens - 1) // size + 1)
             for row, first in zip(rows, firsts, strict=True)
         ]
-        needed = max(last - first for first, last in spans)
-        decodes = all(row.num_tokens == 1 for row in rows)
-        width = coarse_bucket(needed) if self._coarse_decode and decodes else bucket(needed)
-        tables = np.zeros((total, width), np.int32)
-        bases = np.zeros(total, np.int32)
-        for index, (row, (first, last)) in enumerate(zip(rows, spans, strict=True)):
-            tables[index, : last - first] = row.block_tables[group][first:last]
-            bases[index] = first * size
-        return tables, bases
+        needed = max(last - first for _, first, last in spans)
+        if any(row.num_tokens > 1 for row in rows):
+            return _Tables.made(spans, total, bucket(needed), size)
+        width = coarse_bucket(needed) if self._coarse_decode else bucket(needed)
+        kept = self._decode_tables.get(group)
+        if kept is None or kept.tables.shape != (total, width) or len(kept.spans) != len(spans):
+            kept = self._decode_tables[group] = _Tables.made(spans, total, width, size)
+        else:
+            kept.update(spans, size)
+        return kept
 
 
 def token_array(rows: Sequence[ScheduledRow], length: int) -> Ints:
