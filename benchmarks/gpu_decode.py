@@ -76,21 +76,28 @@ class HeadraceStep:
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
         self.handle: Any = None
+        self.needed, self.kept = 0, list[tuple[tuple[int, ...]]]()
         self.host_s = 0.0  # spent on building and starting steps
 
     def launch(self, *, first: bool) -> Any:
         rows = []
         needed = self.position // self.block_size + 1
         for row in range(self.rows):
-            base = 1 + row * self.blocks
             rows.append(
                 ScheduledRow(
-                    row, self.position, 1, (1,) if first else (), (tuple(range(base, base + needed)),), True,
+                    row, self.position, 1, (1,) if first else (), self.tables(needed)[row], True,
                     self.position + 1, 0, GREEDY, self.context,
                 )
             )  # fmt: skip
         self.position += 1
         return self.runner.launch(SchedulerOutput(self.position, decode=tuple(rows)))
+
+    def tables(self, needed: int) -> list[tuple[tuple[int, ...]]]:
+        """Block tables of the rows; the same objects while a row has no new block, as the scheduler's are."""
+        if needed != self.needed:
+            starts = [1 + row * self.blocks for row in range(self.rows)]
+            self.needed, self.kept = needed, [(tuple(range(start, start + needed)),) for start in starts]
+        return self.kept
 
     def run(self, steps: int) -> float:
         """Seconds per step over ``steps`` steps."""
