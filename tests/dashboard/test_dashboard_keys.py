@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from pages import grave_issues, last_answer, say
+from dashboard_pages import grave_issues, last_answer, say
 from support.client import Client
 from support.server import Serve, Server, wait_until
 

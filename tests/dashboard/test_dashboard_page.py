@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
-from pages import (
+from dashboard_pages import (
     STEADY,
     background,
     choose_theme,
