@@ -15,6 +15,7 @@ from headrace.bench.cells import Cell, arrivals_s
 from headrace.bench.compose import Composed, Composer
 from headrace.bench.load import (
     Conversation,
+    Interrupted,
     LoadOptions,
     LoadRequest,
     LoadResult,
@@ -41,13 +42,14 @@ class Run:
 
 @dataclass(slots=True)
 class CellRuns:
-    """A cell and what was measured. ``skipped``: why nothing was."""
+    """A cell and what was measured. ``skipped``: why nothing was; ``incomplete``: why not all of it was."""
 
     cell: Cell
     prompt_tokens: int | None = None
     exact: bool | None = None
     runs: list[Run] = field(default_factory=list)
     skipped: str | None = None
+    incomplete: str | None = None
 
 
 @dataclass
@@ -80,19 +82,15 @@ class Campaign:
             first = result.samples[0]
             raise BenchFault(f"no warm-up request succeeded: {first.failure}: {first.detail}")
 
-    async def run(
-        self, cells: Sequence[Cell], repetitions: int, on_run: Callable[[CellRuns], None]
-    ) -> list[CellRuns]:
-        """All cells, repetitions interleaved; ``on_run`` is told of each run."""
-        measured = [CellRuns(cell) for cell in cells]
+    async def run(self, cells: Sequence[CellRuns], repetitions: int, on_run: Callable[[CellRuns], None]) -> None:
+        """All cells, repetitions interleaved; ``on_run`` is told of each run. Raises Interrupted."""
         for repetition in range(repetitions):
-            for one in measured:
+            for one in cells:
                 await self.repeat(one, repetition)
                 on_run(one)
-        return measured
 
     async def repeat(self, one: CellRuns, repetition: int) -> None:
-        """Measure a cell once more."""
+        """Measure a cell once more. Raises Interrupted when it is cancelled; the part of the run is kept."""
         cell = one.cell
         count = self.num_requests or cell.load.default_requests()
         composed = await self.composer.compose(cell, repetition, count)
@@ -105,7 +103,11 @@ class Campaign:
             return
         if cell.cache == "warm":
             await run_closed_loop(self.url, _shortened(composed.work, 1), _WARMING_STREAMS, self.options)
-        one.runs.append(await self._measure(cell, repetition, composed.work))
+        run = await self._measure(cell, repetition, composed.work)
+        if not run.result.interrupted or run.result.samples:
+            one.runs.append(run)
+        if run.result.interrupted:
+            raise Interrupted(run.result)
 
     def _too_long(self, cell: Cell, composed: Composed) -> str | None:
         if self.max_model_len is None or composed.tokens is None:
@@ -128,6 +130,8 @@ class Campaign:
                 seed = f"{self.composer.seed}:{cell}:{repetition}:arrivals"
                 due_s = arrivals_s(len(work), cell.load.value, seed)
                 result = await run_arrivals(self.url, work, due_s, options)
+        except Interrupted as cut:
+            result = cut.result
         finally:
             if watching:
                 watching.cancel()

@@ -4,7 +4,8 @@ A cell of A is compared with the cell of B that has the same prompts, lengths, l
 B / A - 1. Its 95 % interval comes from the bootstrap: requests are drawn again with replacement on both sides (a
 request's gaps stay together, since they depend on each other), throughput over the repetitions' rates instead.
 With fewer than three repetitions on a side there is no interval for throughput: two values say nothing about
-spread.
+spread. What the server counted itself (queue wait, cache, KV, preemptions) is one value per repetition and drawn
+likewise; failed requests are counted, since latencies are of the others alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.bench.campaign import Run
 from headrace.bench.observe import Sample
+from headrace.bench.prometheus import ServerFigures, server_figures
 from headrace.bench.report import runs_of
 from headrace.bench.stats import gaps_s, tpot_s, ttft_s
 
@@ -35,6 +38,7 @@ class Difference:
         change: B / A - 1; None where a side has no value.
         low, high: 95 % interval of it; None where there is too little to draw from.
         better_up: whether more is better.
+        unit: "tok/s", "s", "share", "bytes" or "count".
     """
 
     cell: str
@@ -45,6 +49,7 @@ class Difference:
     low: float | None
     high: float | None
     better_up: bool = False
+    unit: str = "s"
 
     @property
     def verdict(self) -> str:
@@ -87,6 +92,16 @@ LATENCIES: Sequence[tuple[str, Callable[[Sample], list[float]], Callable[[Floats
 )
 
 
+# Of the server's own: name, value of one repetition, whether more is better, unit.
+SERVER: Sequence[tuple[str, Callable[[ServerFigures], float | None], bool, str]] = (
+    ("queue wait", lambda figures: figures.queue_wait_s.mean, False, "s"),
+    ("cache hits", lambda figures: figures.cache_hit_rate, True, "share"),
+    ("KV use max", lambda figures: figures.kv_usage_max, False, "share"),
+    ("preemptions", lambda figures: figures.preemptions, False, "count"),
+    ("memory max", lambda figures: figures.memory_max_bytes, False, "bytes"),
+)
+
+
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], *, draws: int = 1000, seed: int = 0) -> list[Difference]:
     """Differences of all cells that both have, in A's order."""
     others = {cell["name"]: cell for cell in b["cells"]}
@@ -115,7 +130,8 @@ def _compare_cells(
     if min(map(len, rates)) >= _MIN_REPETITIONS:
         low, high = _interval(rates[0], rates[1], _mean, draws, random)
     before, after = (cell["figures"]["output_tokens_per_s"] for cell in (a, b))
-    found = [Difference(name, "output tok/s", before, after, _change(before, after), low, high, better_up=True)]
+    change = _change(before, after)
+    found = [Difference(name, "output tok/s", before, after, change, low, high, better_up=True, unit="tok/s")]
     samples = [_good(cell) for cell in (a, b)]
     for title, values_of, figure in LATENCIES:
         units = [[np.array(taken) for sample in side if (taken := values_of(sample))] for side in samples]
@@ -124,7 +140,33 @@ def _compare_cells(
         if min(map(len, units)) >= _MIN_REQUESTS:
             low, high = _interval(units[0], units[1], figure, draws, random)
         found.append(Difference(name, title, before, after, _change(before, after), low, high))
+    return found + _of_servers(name, runs_of(a), runs_of(b), draws, random) + _failures(name, a, b)
+
+
+def _of_servers(
+    name: str, a: Sequence[Run], b: Sequence[Run], draws: int, random: np.random.Generator
+) -> list[Difference]:
+    """Means over repetitions; figures that neither side has are left out."""
+    found: list[Difference] = []
+    sides = [[server_figures([run.server]) for run in side if run.server is not None] for side in (a, b)]
+    for title, value_of, better_up, unit in SERVER:
+        units = [[np.array([value]) for one in side if (value := value_of(one)) is not None] for side in sides]
+        if not any(units):
+            continue
+        before, after = (_mean(np.concatenate(side)) if side else None for side in units)
+        low = high = None
+        if min(map(len, units)) >= _MIN_REPETITIONS:
+            low, high = _interval(units[0], units[1], _mean, draws, random)
+        found.append(Difference(name, title, before, after, _change(before, after), low, high, better_up, unit))
     return found
+
+
+def _failures(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Nothing when no request failed."""
+    before, after = (float(sum(cell["figures"]["failed"].values())) for cell in (a, b))
+    if not before and not after:
+        return []
+    return [Difference(name, "failed", before, after, _change(before, after), None, None, unit="count")]
 
 
 def _good(cell: Mapping[str, Any]) -> list[Sample]:

@@ -61,6 +61,8 @@ class LoadResult:
         samples: in the order of the requests.
         waits_s: how long arrived bytes waited until this client looked at them, one per piece.
         timer_lags_s: how late a timer of this client fired, every 20 ms.
+        interrupted: it was ended before its requests were; ``samples`` are those that had ended. What was under
+            way is in no count, so the run has no rates.
     """
 
     streams: int | None
@@ -69,6 +71,15 @@ class LoadResult:
     samples: tuple[Sample, ...]
     waits_s: tuple[float, ...] = ()
     timer_lags_s: tuple[float, ...] = ()
+    interrupted: bool = False
+
+
+class Interrupted(Exception):
+    """A run was cancelled; ``result`` is what there is of it."""
+
+    def __init__(self, result: LoadResult) -> None:
+        super().__init__("interrupted")
+        self.result = result
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +102,34 @@ class LoadOptions:
 async def run_closed_loop(
     url: str, requests: Sequence[Work], streams: int, options: LoadOptions | None = None
 ) -> LoadResult:
-    """Sends all ``requests``, at most ``streams`` at a time. Failures are samples, not exceptions."""
+    """Sends all ``requests``, at most ``streams`` at a time. Failures are samples, not exceptions.
+
+    Raises Interrupted when it is cancelled.
+    """
     run = _Run(Server.of(url), options or LoadOptions())
     queue = iter(enumerate(requests))
-    async with run.watched():
-        await asyncio.gather(*(run.stream(stream, queue) for stream in range(streams)))
+    try:
+        async with run.watched():
+            await asyncio.gather(*(run.stream(stream, queue) for stream in range(streams)))
+    except asyncio.CancelledError:
+        raise Interrupted(replace(run.result(streams), interrupted=True)) from None
     return run.result(streams)
 
 
 async def run_arrivals(
     url: str, requests: Sequence[Work], due_s: Sequence[float], options: LoadOptions | None = None
 ) -> LoadResult:
-    """Sends request i at ``due_s[i]`` seconds after the begin. Failures are samples, not exceptions."""
+    """Sends request i at ``due_s[i]`` seconds after the begin. Failures are samples, not exceptions.
+
+    Raises Interrupted when it is cancelled.
+    """
     run = _Run(Server.of(url), options or LoadOptions())
-    async with run.watched():
-        await asyncio.gather(
-            *(run.arrival(index, work, due) for index, (work, due) in enumerate(zip(requests, due_s, strict=True)))
-        )
+    arrivals = enumerate(zip(requests, due_s, strict=True))
+    try:
+        async with run.watched():
+            await asyncio.gather(*(run.arrival(index, work, due) for index, (work, due) in arrivals))
+    except asyncio.CancelledError:
+        raise Interrupted(replace(run.result(None), interrupted=True)) from None
     return run.result(None)
 
 

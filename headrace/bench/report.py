@@ -40,6 +40,7 @@ def cell_report(one: CellRuns, objectives: Objectives | None = None) -> Report:
         "load": {"kind": cell.load.kind, "value": load_value(cell.load)},
         "cache": cell.cache,
         "skipped": one.skipped,
+        "incomplete": one.incomplete,
         "figures": asdict(summary),
         "server": asdict(server_figures(records)),
         "client": asdict(client_health(results, summary)),
@@ -59,13 +60,15 @@ def load_value(load: Load) -> float | str:
 def _run_report(run: Run) -> Report:
     result = run.result
     tokens = sum(sample.output_tokens for sample in result.samples if sample.failure is None)
+    is_rated = result.duration_s > 0 and tokens and not result.interrupted
     return {
         "repetition": run.repetition,
         "began_s": run.began_s,
         "streams": result.streams,
         "duration_s": result.duration_s,
         "client_cpu_s": result.client_cpu_s,
-        "output_tokens_per_s": tokens / result.duration_s if result.duration_s > 0 and tokens else None,
+        "interrupted": result.interrupted,
+        "output_tokens_per_s": tokens / result.duration_s if is_rated else None,
         "server": asdict(run.server) if run.server else None,
     }
 
@@ -87,6 +90,7 @@ def runs_of(cell: Mapping[str, Any]) -> list[Run]:
                 run["duration_s"],
                 run["client_cpu_s"],
                 tuple(_sample(data) for data in cell["samples"] if data["repetition"] == run["repetition"]),
+                interrupted=run.get("interrupted", False),
             ),
             _record(run["server"]),
         )
@@ -146,6 +150,8 @@ def _cell_warnings(cell: Mapping[str, Any]) -> Sequence[str]:
         return [f"not measured: {cell['skipped']}"]
     figures = cell["figures"]
     lines = list(cell["client"]["remarks"])
+    if cell.get("incomplete"):
+        lines.append(f"incomplete: {cell['incomplete']}")
     if failed := sum(figures["failed"].values()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in figures["failed"].items())
         details = {sample["detail"] for sample in cell["samples"] if sample["failure"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
 import platform
@@ -9,7 +10,7 @@ import resource
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from headrace.bench.campaign import Campaign, CellRuns
@@ -18,7 +19,7 @@ from headrace.bench.compose import Composer, Shape
 from headrace.bench.cost import cost_from
 from headrace.bench.envelope import find_envelope, keeps_objectives
 from headrace.bench.http_stream import Server
-from headrace.bench.load import LoadOptions
+from headrace.bench.load import Interrupted, LoadOptions
 from headrace.bench.observe import Sample
 from headrace.bench.prometheus import Watcher
 from headrace.bench.report import FORMAT, FORMAT_VERSION, Report, cell_report
@@ -68,7 +69,10 @@ class Session:
 
 
 async def run_session(session: Session, command_line: Sequence[str], version: str, progress: Progress) -> Report:
-    """Measure and report. Raises BenchFault: nothing can be measured."""
+    """Measure and report. Raises BenchFault: nothing can be measured.
+
+    Cancelled, it reports what was measured by then, if anything was; the report's ``incomplete`` says so.
+    """
     began = datetime.datetime.now(datetime.UTC)
     began_s = time.perf_counter()
     workload = read_workload(session.workload, session.turns) if session.workload else []
@@ -94,10 +98,19 @@ async def run_session(session: Session, command_line: Sequence[str], version: st
     if session.scrape_metrics and not scraped:
         progress.line("the server has no /metrics for us: its own figures will be missing")
     envelopes: list[Report] = []
-    if session.find_envelope:
-        measured = await _envelopes(session, campaign, progress, envelopes)
-    else:
-        measured = await _cells(session, campaign, progress)
+    measured: list[CellRuns] = []
+    is_incomplete = False
+    try:
+        if session.find_envelope:
+            await _envelopes(session, campaign, progress, envelopes, measured)
+        else:
+            await _cells(session, campaign, progress, measured)
+    except (asyncio.CancelledError, Interrupted):
+        if not any(one.runs for one in measured):
+            raise asyncio.CancelledError from None
+        progress.line("interrupted: what was measured is reported")
+        is_incomplete = True
+        _mark_incomplete(measured, session.repetitions)
     cells = [cell_report(one, session.objectives) for one in measured]
     return {
         "format": FORMAT,
@@ -115,6 +128,7 @@ async def run_session(session: Session, command_line: Sequence[str], version: st
             "server": _server_meta(info),
             "client": _client_meta(version),
         },
+        "incomplete": is_incomplete,
         "cells": cells,
         "envelopes": envelopes,
         "cost": _cost(session.cost, cells),
@@ -180,7 +194,19 @@ async def _counts(counter: TokenCounter) -> bool:
         return False
 
 
-async def _cells(session: Session, campaign: Campaign, progress: Progress) -> list[CellRuns]:
+def _mark_incomplete(measured: Sequence[CellRuns], repetitions: int) -> None:
+    """Say in each cell what is missing of it."""
+    for one in measured:
+        cut = sum(run.result.interrupted for run in one.runs)
+        whole = len(one.runs) - cut
+        if not one.runs:
+            one.skipped = one.skipped or "interrupted before it was measured"
+        elif whole < repetitions:
+            part = " and a part of the next, which has no rates" if cut else ""
+            one.incomplete = f"interrupted after {whole} of {repetitions} repetitions{part}"
+
+
+async def _cells(session: Session, campaign: Campaign, progress: Progress, measured: list[CellRuns]) -> None:
     cells = all_cells(session.prompts, session.output_tokens, session.loads, session.caches)
     progress.title("warming up")
     await campaign.warm_up(cells[0], session.warmup)
@@ -191,7 +217,8 @@ async def _cells(session: Session, campaign: Campaign, progress: Progress) -> li
         progress.line(_line(one))
 
     progress.title("measuring")
-    return await campaign.run(cells, session.repetitions, on_run)
+    measured += map(CellRuns, cells)
+    await campaign.run(measured, session.repetitions, on_run)
 
 
 def _line(one: CellRuns) -> str:
@@ -204,19 +231,18 @@ def _line(one: CellRuns) -> str:
 
 
 async def _envelopes(
-    session: Session, campaign: Campaign, progress: Progress, found: list[Report]
-) -> list[CellRuns]:
+    session: Session, campaign: Campaign, progress: Progress, found: list[Report], measured: list[CellRuns]
+) -> None:
     """A search per kind of prompt, length and cache; every probe is a cell of the report."""
     axis = "rate" if session.loads[0].kind == "rate" else "concurrency"
-    measured: list[CellRuns] = []
     cells = all_cells(session.prompts, session.output_tokens, session.loads[:1], session.caches)
     await campaign.warm_up(cells[0], session.warmup)
     for cell in cells:
-        probes: list[CellRuns] = []
 
-        async def keeps(value: float, cell: Cell = cell, probes: list[CellRuns] = probes) -> bool:
-            one = await _probe(session, campaign, progress, cell, value)
-            probes.append(one)
+        async def keeps(value: float, cell: Cell = cell) -> bool:
+            one = CellRuns(replace(cell, load=Load(cell.load.kind, value)))
+            measured.append(one)
+            await _probe(session, campaign, progress, one)
             return not one.skipped and keeps_objectives(
                 summarize_runs([run.result for run in one.runs]), session.objectives
             )
@@ -235,13 +261,10 @@ async def _envelopes(
                 "probed": list(result.probed),
             }
         )
-        measured += probes
-    return measured
 
 
-async def _probe(session: Session, campaign: Campaign, progress: Progress, cell: Cell, value: float) -> CellRuns:
-    load = Load(cell.load.kind, value)
-    one = CellRuns(Cell(cell.prompts, cell.output_tokens, load, cell.cache))
+async def _probe(session: Session, campaign: Campaign, progress: Progress, one: CellRuns) -> None:
+    load = one.cell.load
     progress.title(str(one.cell))
     for repetition in range(session.repetitions):
         progress.expect((campaign.num_requests or load.default_requests()) * session.turns)
@@ -249,7 +272,6 @@ async def _probe(session: Session, campaign: Campaign, progress: Progress, cell:
         progress.line(_line(one))
         if one.skipped:
             break
-    return one
 
 
 def _server_meta(info: ServerInfo) -> dict[str, Any]:

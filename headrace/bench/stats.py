@@ -113,34 +113,40 @@ def summarize_runs(results: Sequence[LoadResult], objectives: Objectives | None 
     samples = [sample for result in results for sample in result.samples]
     good = [sample for sample in samples if sample.failure is None]
     failed = Counter(str(sample.failure) for sample in samples if sample.failure is not None)
-    duration_s = sum(result.duration_s for result in results)
     tokens = sum(sample.output_tokens for sample in good)
     prompts = _sum(sample.prompt_tokens for sample in good)
+    # rates are of whole runs: of one that was cut short, what was under way is not known
+    whole = [result for result in results if not result.interrupted]
+    rated = [sample for result in whole for sample in result.samples if sample.failure is None]
+    rated_s = sum(result.duration_s for result in whole)
+    rated_tokens = sum(sample.output_tokens for sample in rated)
+    rated_prompts = _sum(sample.prompt_tokens for sample in rated)
+    all_s = sum(result.duration_s for result in results)
 
     def rate(count: float | None) -> float | None:
-        return count / duration_s if duration_s > 0 and count is not None else None
+        return count / rated_s if rated_s > 0 and count is not None else None
 
     return Summary(
         streams=results[0].streams if results else None,
         completed=len(good),
         failed=dict(sorted(failed.items())),
-        duration_s=duration_s,
+        duration_s=all_s,
         prompt_tokens=prompts,
         cached_tokens=_sum(sample.cached_tokens for sample in good),
         output_tokens=tokens,
         reasoning_tokens=_sum(sample.reasoning_tokens for sample in good),
         estimated=sum(sample.estimated for sample in good),
-        output_tokens_per_s=rate(tokens) if good else None,
-        total_tokens_per_s=rate(None if prompts is None else prompts + tokens),
-        requests_per_s=rate(len(good)) if good else None,
+        output_tokens_per_s=rate(rated_tokens) if rated else None,
+        total_tokens_per_s=rate(None if rated_prompts is None else rated_prompts + rated_tokens),
+        requests_per_s=rate(len(rated)) if rated else None,
         offered_per_s=_offered_per_s(results),
-        goodput_per_s=rate(sum(map(objectives.kept_by, good))) if objectives else None,
+        goodput_per_s=rate(sum(map(objectives.kept_by, rated))) if objectives else None,
         ttft_s=Distribution.of(value for sample in good if (value := ttft_s(sample)) is not None),
         itl_s=Distribution.of(gap for sample in good for gap in gaps_s(sample)),
         tpot_s=Distribution.of(value for sample in good if (value := tpot_s(sample)) is not None),
         e2e_s=Distribution.of(sample.end_s - sample.sent_s for sample in good),
         decode_tokens_per_s=Distribution.of(1 / value for sample in good if (value := tpot_s(sample))),
-        client_cpu_share=rate(sum(result.client_cpu_s for result in results)),
+        client_cpu_share=sum(result.client_cpu_s for result in results) / all_s if all_s > 0 else None,
     )
 
 

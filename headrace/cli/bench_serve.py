@@ -5,7 +5,7 @@
     bench-serve report FILE …      a result in another format
 
 Exit codes: 0 measured; 1 some requests failed; 2 wrong usage, or nothing could be measured; 3 this client was the
-bottleneck, so the figures are not the server's.
+bottleneck, so the figures are not the server's; 130 interrupted, what was measured by then is written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from headrace.errors import StartupError
 if TYPE_CHECKING:
     from headrace.bench.report import Report
     from headrace.bench.session import Session
+
+INTERRUPTED = 130
 
 _DESCRIPTION = (
     "Sends streamed requests to an OpenAI-compatible server and reports rates and latencies. "
@@ -59,7 +61,8 @@ def _measure(argv: Sequence[str]) -> int:
     settings = read_settings(collect(given))
     report = measure(settings, argv)
     write(report, settings.format, settings.output)
-    return exit_code(report)
+    code = exit_code(report)
+    return INTERRUPTED if report["incomplete"] else code
 
 
 def _convert(argv: Sequence[str]) -> int:

@@ -48,6 +48,9 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(rows, indent=1, allow_nan=False) + "\n")
     else:
         sys.stdout.write(to_table(found))
+    for path, report in zip(positional, (a, b), strict=True):
+        if report.get("incomplete"):
+            print(f"headrace bench-serve compare: {path} is incomplete: it was interrupted", file=sys.stderr)
     for path, names in zip(positional, only_in_one(a, b), strict=True):
         for name in names:
             print(f"headrace bench-serve compare: only in {path}: {name}", file=sys.stderr)
@@ -61,14 +64,19 @@ def to_table(found: Sequence[Difference]) -> str:
         if one.cell != cell:
             cell = one.cell
             lines.append(f"{cell}\n{'':<14}{'A':>12}{'B':>12}{'change':>10}   95 % interval")
-        unit = 1.0 if one.better_up else 1000.0
-        before, after = (_figure(value, unit) for value in (one.a, one.b))
+        before, after = (_figure(value, one.unit) for value in (one.a, one.b))
         change = "-" if one.change is None else f"{one.change:+.1%}"
         between = "-" if one.low is None or one.high is None else f"{one.low:+.1%} to {one.high:+.1%}"
         lines.append(f"  {one.figure:<12}{before:>12}{after:>12}{change:>10}   {between}  {one.verdict}")
-    lines.append("Rates are tokens per second, times milliseconds. ?: too few repetitions or requests to say.")
+    lines.append(
+        "Rates are tokens per second, times milliseconds, shares percent, memory MiB. ?: too few repetitions or"
+        " requests to say."
+    )
     return "\n".join(lines) + "\n"
 
 
-def _figure(value: float | None, unit: float) -> str:
-    return "-" if value is None else f"{value * unit:,.1f}"
+_SCALES = {"s": 1000.0, "share": 100.0, "bytes": 1 / 2**20}
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value * _SCALES.get(unit, 1.0):,.1f}"

@@ -195,7 +195,7 @@ def test_nothing_is_imported_without_the_flag() -> None:
 def test_without_the_extra_the_flag_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["x", "--otlp-traces-endpoint", "http://127.0.0.1:4318"]
     parse(words)
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(UsageError, match=r"pip install 'headrace\[otel\]'"):
         parse(words)
     with pytest.raises(UsageError, match="http or https URL"):
