@@ -36,7 +36,7 @@ def form_of(case: Case, name: str) -> paged_decode.Form:
 def compiled(cases: Sequence[Case], name: str, folder: Path) -> ctypes.CDLL:
     """One library with a function ``run_<index>`` per case."""
     shim, using, prelude, _ = FORMS[name]
-    parts = [f'#include "{SHIMS / shim}"', f'#include "{SHIMS / "bfloat.hpp"}"', using, prelude]
+    parts = [f'#include "{SHIMS / "bfloat.hpp"}"', f'#include "{SHIMS / shim}"', using, prelude]
     parts += [_functions(index, case, name) for index, case in enumerate(cases)]
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text("\n".join(parts))

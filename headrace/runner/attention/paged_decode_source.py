@@ -75,6 +75,17 @@ __device__ __forceinline__ float EXP2(float x) {
 #endif
 """
     + _COMMON
+    + """
+inline Floats widen(Eight<__nv_bfloat16> x) {  // an instruction an element; left alone, three for two
+  const Words<4> pairs = *reinterpret_cast<const Words<4>*>(&x);
+  Floats y;
+  UNROLL for (int j = 0; j < 4; ++j) {
+    y.v[2 * j] = __uint_as_float(pairs.w[j] << 16);
+    y.v[2 * j + 1] = __uint_as_float(pairs.w[j] & 0xffff0000u);
+  }
+  return y;
+}
+"""
 )
 
 METAL_PRELUDE = (
@@ -153,6 +164,12 @@ DECODE_BODY = """
   int value_at[CV];
   UNROLL for (int c = 0; c < CK; ++c) key_at[c] = (c * LP + part) * 8 < DK ? (c * LP + part) * 8 : 0;
   UNROLL for (int c = 0; c < CV; ++c) value_at[c] = (c * LP + part) * 8 < DV ? (c * LP + part) * 8 : 0;
+#ifdef BITS
+  constexpr int GROUPS_K = (DK + GK - 1) / GK;
+  constexpr int GROUPS_V = (DV + GV - 1) / GV;
+  constexpr int WORDS_K = GROUPS_K * GK * BITS / 32;
+  constexpr int WORDS_V = GROUPS_V * GV * BITS / 32;
+#endif
   UNROLL for (int g = 0; g < GT; ++g) {
     top[g] = HIDDEN;
     weight[g] = 0.0f;
@@ -167,33 +184,31 @@ DECODE_BODY = """
   }
 
   for (int from = begin + warp * TOKENS; from < stop; from += STEP * U) {
-    long place[U];
+    unsigned place[U];                    // of the token's vectors, counted in vectors
     UNROLL for (int u = 0; u < U; ++u) {
       const int token = from + u * STEP + sub;
       const unsigned position = unsigned(token < stop ? token : stop - 1);
-      const long block = long(tables[row * width + int(position / unsigned(BS))]);
-      place[u] = (block * BS + long(position % unsigned(BS))) * KV + kv_head;
+      const unsigned block = unsigned(tables[row * width + int(position / unsigned(BS))]);
+      place[u] = (block * BS + position % unsigned(BS)) * KV + kv_head;
     }
 #ifdef BITS
-    constexpr int WORDS_K = (DK + GK - 1) / GK * GK * BITS / 32;
-    constexpr int WORDS_V = (DV + GV - 1) / GV * GV * BITS / 32;
     Words<BITS / 4> key[U][CK];
     Words<BITS / 4> value[U][CV];
     S key_scale[U][CK], key_bias[U][CK], value_scale[U][CV], value_bias[U][CV];
     UNROLL for (int u = 0; u < U; ++u) {
       UNROLL for (int c = 0; c < CK; ++c) {
-        const long affine = place[u] * ((DK + GK - 1) / GK) + key_at[c] / GK;
-        key[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(&k[place[u] * WORDS_K + key_at[c] * BITS / 32]);
-        key_scale[u][c] = ks[affine];
-        key_bias[u][c] = kb[affine];
+        POOL(unsigned)* at = k + key_at[c] * BITS / 32 + long(place[u]) * WORDS_K;
+        key[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(at);
+        key_scale[u][c] = (ks + key_at[c] / GK)[long(place[u]) * GROUPS_K];
+        key_bias[u][c] = (kb + key_at[c] / GK)[long(place[u]) * GROUPS_K];
       }
     }
     UNROLL for (int u = 0; u < U; ++u) {
       UNROLL for (int c = 0; c < CV; ++c) {
-        const long affine = place[u] * ((DV + GV - 1) / GV) + value_at[c] / GV;
-        value[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(&v[place[u] * WORDS_V + value_at[c] * BITS / 32]);
-        value_scale[u][c] = vs[affine];
-        value_bias[u][c] = vb[affine];
+        POOL(unsigned)* at = v + value_at[c] * BITS / 32 + long(place[u]) * WORDS_V;
+        value[u][c] = *reinterpret_cast<POOL(Words<BITS / 4>)*>(at);
+        value_scale[u][c] = (vs + value_at[c] / GV)[long(place[u]) * GROUPS_V];
+        value_bias[u][c] = (vb + value_at[c] / GV)[long(place[u]) * GROUPS_V];
       }
     }
 #else
@@ -201,10 +216,10 @@ DECODE_BODY = """
     Eight<T> value[U][CV];
     UNROLL for (int u = 0; u < U; ++u)
       UNROLL for (int c = 0; c < CK; ++c)
-        key[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(&k[place[u] * DK + key_at[c]]);
+        key[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(k + key_at[c] + long(place[u]) * DK);
     UNROLL for (int u = 0; u < U; ++u)
       UNROLL for (int c = 0; c < CV; ++c)
-        value[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(&v[place[u] * DV + value_at[c]]);
+        value[u][c] = *reinterpret_cast<POOL(Eight<T>)*>(v + value_at[c] + long(place[u]) * DV);
 #endif
     float score[U][GT];
     UNROLL for (int u = 0; u < U; ++u) {

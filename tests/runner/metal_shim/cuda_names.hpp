@@ -1,4 +1,5 @@
 // A few names of CUDA as C++; threads are those of shim.hpp.
+#include "bfloat.hpp"
 #include "shim.hpp"
 
 #undef threadgroup_position_in_grid
@@ -6,6 +7,7 @@
 #define __shared__ static
 #define blockIdx shim::threadgroup_position
 #define threadIdx shim::thread_position
+using __nv_bfloat16 = bfloat;
 inline void __syncthreads() { shim::group_barrier(); }
 inline float __shfl_xor_sync(unsigned, float value, int mask) { return shim::shuffle_xor(value, mask); }
 inline float __uint_as_float(unsigned bits) {
