@@ -1,0 +1,119 @@
+"""The kernel objects' calls, with kernels emulated on the CPU: inputs, constants, grids and outputs fit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulated_cuda import emulated
+
+from headrace.runner import small_rows
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Tiling, largest_difference, plain_product
+from headrace.runner.substitutions import moe_decode
+from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> None:
+    for module in (small_rows, moe_decode):
+        monkeypatch.setattr(module, "cuda_kernel", emulated(compiled))
+
+
+def normal(*shape: int, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"norm": True},
+        {"norm": True, "bias": True},
+        {"residual": True},
+        {"residual": True, "bias": True},
+        {"norm": True, "gated": True},
+        {"norm": True, "gated": True, "bias": True},
+    ],
+    ids=str,
+)
+def test_products(form: dict[str, bool], dtype: mx.Dtype) -> None:
+    products = KernelProducts()
+    gated = bool(form.get("gated"))
+    for rows in (3,) if dtype == mx.float16 else (1, 37):
+        x = normal(rows, 1, 96, dtype=dtype)
+        dense = Dense(normal(64, 96, dtype=dtype), normal(64, dtype=dtype) if form.get("bias") else None)
+        arguments: dict[str, Any] = {"gated": gated}
+        if form.get("norm"):
+            arguments["norm"] = Norm(normal(96, dtype=dtype), 1e-5)
+        if form.get("residual"):
+            arguments["residual"] = normal(rows, 1, 64, dtype=dtype)
+        got, expected = products(x, dense, **arguments), plain_product(x, dense, **arguments)
+        assert got.shape == expected.shape and got.dtype == expected.dtype
+        assert largest_difference(got, expected) < 1.5e-2
+
+
+def test_attention_output_needs_no_reshape() -> None:
+    x, dense, residual = normal(2, 4, 1, 16), Dense(normal(32, 64)), normal(2, 1, 32)
+    got = KernelProducts()(x, dense, residual=residual)
+    assert largest_difference(got, plain_product(x, dense, residual=residual)) < 1.5e-2
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 128])
+def test_tilings_fit_the_machine(rows: int, gated: bool) -> None:
+    """Outputs are covered exactly; sums fit into 48 KB of shared memory; registers and threads are there."""
+    for outputs in (16, 32, 48, 96, 512, 1024, 2048, 3072, 4096, 8960, 16384, 28672, 128256, 151936):
+        if outputs % (32 if gated else 16):
+            continue
+        tiling = Tiling.of(rows, outputs, gated=gated)
+        assert outputs % (16 * tiling.wide) == 0 and (not gated or tiling.wide % 2 == 0)
+        sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
+        assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
+        assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 16 >= tiling.tiles * 8
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_experts(rows: int, dtype: mx.Dtype, normalized: bool) -> None:
+    count, hidden, width, choices = 8, 64, 32, 3
+    experts = Experts(
+        Norm(normal(hidden, dtype=dtype), 1e-5),
+        Dense(normal(count, hidden, dtype=dtype)),
+        normal(count, width, hidden, dtype=dtype),
+        normal(count, width, hidden, dtype=dtype),
+        normal(count, hidden, width, dtype=dtype),
+        choices,
+        normalized,
+    )
+    h = normal(rows, 1, hidden, dtype=dtype)
+    kernel = CudaExperts()
+    logits = plain_product(h, experts.router, norm=experts.norm)
+    chosen, weights = kernel.route(logits, experts)
+    x = mx.fast.rms_norm(h, experts.norm.weight, experts.norm.eps)[:, 0].astype(mx.float32)
+    total = h[:, 0].astype(mx.float32)
+    for which in range(choices):
+        gate, up, down = (
+            matrices[chosen[:, which]].astype(mx.float32) for matrices in (experts.gate, experts.up, experts.down)
+        )
+        g, u = (gate @ x[..., None])[..., 0], (up @ x[..., None])[..., 0]
+        part = (down @ (g * mx.sigmoid(g) * u)[..., None])[..., 0]
+        total = total + part * weights[:, which : which + 1]
+    got = kernel(h, experts, plain_product)
+    assert got.shape == h.shape and got.dtype == dtype
+    assert largest_difference(got[:, 0], total) < 2e-2
