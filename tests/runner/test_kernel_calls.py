@@ -13,10 +13,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
+from test_decoder_block import FunctionalRotate, model_with
 
 from headrace.runner import small_rows
+from headrace.runner.attention.dispatch import install
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Tiling, largest_difference, plain_product
 from headrace.runner.substitutions import moe_decode
+from headrace.runner.substitutions.block_check import compare
+from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward
+from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
@@ -85,6 +90,19 @@ def test_tilings_fit_the_machine(rows: int, gated: bool) -> None:
         sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
         assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
         assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 16 >= tiling.tiles * 8
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_block_of_kernels_is_the_unmodified_block(name: str) -> None:
+    install(None)
+    model = model_with(name)
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+    module = model.model.layers[0]
+    attention, feed_forward = attention_parts(module), dense_feed_forward(module)
+    assert attention is not None and feed_forward is not None
+    block = FusedBlock(module, attention, feed_forward, KernelProducts(), FunctionalRotate())
+    assert [compare(block, None, rows=rows) for rows in (5, 33)] == [None, None]
 
 
 @pytest.mark.parametrize("normalized", [False, True])
