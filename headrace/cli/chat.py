@@ -78,7 +78,10 @@ def _endpoint(values: Mapping[str, object], environment: Mapping[str, str]) -> E
     from headrace.cli.chat_http import Endpoint
 
     url = str(values.get("chat.url", _DEFAULT_URL))
-    key = values.get("chat.key") or environment.get("HEADRACE_API_KEY")
+    from headrace.cli.keys import read_keys
+
+    known = read_keys((), None, {"HEADRACE_API_KEY": environment.get("HEADRACE_API_KEY", "")})
+    key = values.get("chat.key") or (known[0].secret if known else None)
     if not key and "chat.url" in values:
         key = environment.get("OPENAI_API_KEY")
     if key and not (str(key).isascii() and str(key).isprintable()):
@@ -126,14 +129,16 @@ def converse(endpoint: Endpoint, conversation: Conversation, *, fold: bool) -> i
     color = wants_color(sys.stdout, os.environ)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     readline = import_readline()
-    screen = Screen(sys.stdout, color=color, plain=False, fold=fold)
+    plain = not sys.stdout.isatty()
+    screen = Screen(sys.stdout, color=color, plain=plain, fold=fold)
     room = Room(conversation, endpoint, Keyboard(color, readline))
     history = None
     if readline is not None:
         complete_with(readline, list(COMMANDS))
         history = History(readline, state_folder() / "chat_history")
         history.begin()
-    screen.remark(f"{conversation.model} at {endpoint.url}. /help lists the commands, Ctrl-D ends.")
+    if not plain:
+        screen.remark(f"{conversation.model} at {endpoint.url}. /help lists the commands, Ctrl-D ends.")
     try:
         while _turn(room, screen):
             pass
@@ -154,7 +159,7 @@ def _turn(room: Room, screen: Screen) -> bool:
         sys.stdout.write("\n")
         return True
     if typed is None:
-        sys.stdout.write("\n")
+        sys.stdout.write("\n" if sys.stdout.isatty() else "")
         return False
     message: str | None = typed
     if typed.startswith("//"):

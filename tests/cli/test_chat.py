@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import stat
 import subprocess
 import time
@@ -73,9 +74,11 @@ def test_the_first_model_and_the_url_as_clients_write_it(home: dict[str, str]) -
         assert piped(b"hi", "--url", stub.url + "/v1/", env=env).stdout == b"<1: hi>\n"
         assert stub.headers[0]["authorization"] == "Bearer from-env"
         assert piped(b"hi", "--base-url", stub.url + "/deep/v1", env=home).stdout == b"<2: hi>\n"
-    assert [body["model"] for body in stub.bodies] == ["first", "first"]
-    assert stub.paths[-1] == "/deep/v1/chat/completions"
+        piped(b"hi", "--base-url", stub.url, env={**env, "HEADRACE_API_KEY": "alice:ours"})
+    assert [body["model"] for body in stub.bodies] == ["first", "first", "first"]
+    assert stub.paths[3] == "/deep/v1/chat/completions"
     assert "authorization" not in stub.headers[1]
+    assert stub.headers[2]["authorization"] == "Bearer ours"  # as the server reads this variable
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,24 @@ def test_a_cut_answer_says_so_beside_the_output(home: dict[str, str]) -> None:
         done = piped(b"hi", "--base-url", stub.url, env=home)
     assert (done.returncode, done.stdout) == (0, b"abc\n")
     assert b"cut off at its token limit" in done.stderr
+
+
+def test_a_terminal_that_writes_to_a_file_writes_answers_alone(home: dict[str, str], tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with running(echo) as stub, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            [*CHAT, "--base-url", stub.url],
+            stdin=theirs,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **home},
+        )
+        os.write(ours, b"one\ntwo\n\x04")
+        _, err = process.communicate(timeout=HANG_S)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0 and err.count(b">>> ") == 3
+    assert (tmp_path / "out").read_bytes() == b"<1: one>\n<2: two>\n"
 
 
 # -- on a terminal -------------------------------------------------------------------------------------
