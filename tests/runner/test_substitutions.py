@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
@@ -43,6 +45,23 @@ def test_fast_exp_is_exp() -> None:
 
 def test_fast_exp_saturates() -> None:
     assert np.isfinite(np.array(fast_exp(mx.array([1e4, -1e4, 88.0, -100.0])))).all()
+
+
+def test_many_shapes_cost_no_memory_and_change_no_result() -> None:
+    """Traces of a compiled function are kept by MLX; those of lengths that come once must go again."""
+    process = psutil.Process()
+
+    def held() -> int:
+        gc.collect()
+        mx.clear_cache()
+        return int(process.memory_info().rss) - mx.get_active_memory()
+
+    before = held()
+    for length in range(1, 1200):
+        gate, up = mx.full((1, length, 16), 0.5), mx.full((1, length, 16), 2.0)
+        mx.eval(silu_gate(gate, up))
+    assert held() - before < 15 * 2**20, "1200 traces take more than 40 MB"
+    assert mx.allclose(silu_gate(gate, up), nn.silu(gate) * up, atol=1e-6)
 
 
 def test_gates_match_their_definitions() -> None:

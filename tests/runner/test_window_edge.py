@@ -1,0 +1,118 @@
+"""Long contexts behind sliding windows: paged logits at 8k are those of mlx-lm's own rotating cache.
+
+Blocks that a window left are given away and written again by the same sequence, as a small pool would have it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import CONFIGS, VOCAB, tiny_model
+
+from headrace.checkpoint.model_folder import describe
+from headrace.core.step import ScheduledRow
+from headrace.params import SamplingParams
+from headrace.runner.attention.dispatch import install
+from headrace.runner.kv_layout import ModelLayout, read_layout
+from headrace.runner.kv_pool import KVPool
+from headrace.runner.loader import load_model
+from headrace.runner.logits_head import substitute_head
+from headrace.runner.mlx_lm_adapter import one_sequence_cache
+from headrace.runner.model_runner import ModelRunner, RunnerOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+BLOCK, CHUNK, CONTEXT = 16, 1024, 8192
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+SPREAD = 0.01  # largest difference of a logit, as a share of the logits' spread
+
+
+class Sequence:
+    """One row whose sliding groups have just enough blocks, used in turns."""
+
+    def __init__(
+        self, model: Any, found: ModelLayout, vocab_size: int, tokens: list[int], head_major: bool
+    ) -> None:
+        self.tokens, self.groups = tokens, found.layout.groups
+        self.rings = [
+            -(-len(tokens) // BLOCK) if group.window is None else (group.window + CHUNK) // BLOCK + 2
+            for group in self.groups
+        ]
+        pool = KVPool(found.layers, [ring + 1 for ring in self.rings], BLOCK, head_major=head_major)
+        selector, _ = substitute_head(model)
+        self.runner = ModelRunner(model, selector, pool, found.layout, vocab_size, RunnerOptions(compile=False))
+
+    def row(self, start: int, end: int) -> ScheduledRow:
+        tables = []
+        for group, ring in zip(self.groups, self.rings, strict=True):
+            gone = 0 if group.window is None else max(0, start - group.window + 1) // BLOCK
+            live = range(gone, -(-end // BLOCK))
+            tables.append((0,) * gone + tuple(1 + index % ring for index in live))
+        return ScheduledRow(
+            seq_id=0,
+            start=start,
+            num_tokens=end - start,
+            token_ids=tuple(self.tokens[start:end]),
+            block_tables=tuple(tables),
+            samples=True,
+            sample_position=end,
+            seed=0,
+            params=PARAMS,
+            num_prompt_tokens=end,
+        )
+
+    def logits(self, start: int, end: int) -> np.ndarray:
+        row = self.row(start, end)
+        found = self.runner.decode_logits([row]) if end - start == 1 else self.runner.prefill_logits([row])
+        mx.eval(found)
+        return np.array(found[0].astype(mx.float32))
+
+
+def check(model: Any, vocab_size: int, tokens: list[int], prompt: int, head_major: bool) -> None:
+    """Logits after the prompt and after each further token, which is given, not sampled."""
+    cache = one_sequence_cache(model)
+    steps = [*range(0, prompt, CHUNK), *range(prompt, len(tokens))]
+    ends = [*steps[1:], len(tokens)]
+    expected = {}
+    for start, end in zip(steps, ends, strict=True):
+        logits = model(mx.array([tokens[start:end]]), cache=cache)[0, -1]
+        expected[end] = np.array(logits.astype(mx.float32))
+    install()
+    sequence = Sequence(model, read_layout(model, BLOCK), vocab_size, tokens, head_major)
+    for start, end in zip(steps, ends, strict=True):
+        got, wanted = sequence.logits(start, end), expected[end]
+        worst = float(np.abs(got - wanted).max() / (wanted.max() - wanted.min()))
+        assert worst < SPREAD, (start, end, worst)
+
+
+@pytest.mark.parametrize("head_major", [True, False])
+@pytest.mark.parametrize("window", [511, 512])
+def test_a_tiny_model_of_gemma3s_form(monkeypatch: pytest.MonkeyPatch, window: int, head_major: bool) -> None:
+    shape = {"sliding_window": window, "sliding_window_pattern": 3, "num_hidden_layers": 6}
+    monkeypatch.setitem(
+        CONFIGS, "gemma3_text", CONFIGS["gemma3_text"] | shape | {"max_position_embeddings": 16384}
+    )
+    rng = random.Random(window)
+    tokens = [rng.randrange(VOCAB) for _ in range(CONTEXT + 24)]
+    check(tiny_model("gemma3_text"), VOCAB, tokens, CONTEXT - 5, head_major)
+
+
+def test_gemma3_270m() -> None:
+    path = Path(os.environ.get("HEADRACE_TEST_MODELS", "")) / "gemma-3-270m-q4_k_m.gguf"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not at hand")
+    loaded = load_model(describe(str(path)), device="cpu")
+    vocab_size = int(loaded.model(mx.zeros((1, 1), mx.int32)).shape[-1])
+    rng = random.Random(2)
+    tokens = [2, *(rng.randrange(5000, 40000) for _ in range(CONTEXT + 10))]
+    check(loaded.model, vocab_size, tokens, CONTEXT - 2, True)
