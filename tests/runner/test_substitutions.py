@@ -56,11 +56,13 @@ def test_many_shapes_cost_no_memory_and_change_no_result() -> None:
         mx.clear_cache()
         return int(process.memory_info().rss) - mx.get_active_memory()
 
-    before = held()
-    for length in range(1, 1200):
+    before = 0
+    for length in range(1, 1600):
         gate, up = mx.full((1, length, 16), 0.5), mx.full((1, length, 16), 2.0)
         mx.eval(silu_gate(gate, up))
-    assert held() - before < 15 * 2**20, "1200 traces take more than 40 MB"
+        if length == 800:
+            before = held()
+    assert held() - before < 10 * 2**20, "800 traces take more than 25 MB"
     assert mx.allclose(silu_gate(gate, up), nn.silu(gate) * up, atol=1e-6)
 
 
