@@ -32,6 +32,8 @@ MAX_ROWS = 128
 BLOCK_ROWS = 32
 # Thread blocks that keep a large GPU busy, two per multiprocessor; outputs per block are chosen by it.
 BUSY_BLOCKS = 264
+# Blocks get wider, and read inputs less often, while there are this many: about one per multiprocessor.
+LEAST_BLOCKS = 120
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
@@ -110,10 +112,10 @@ class Tiling:
         tiles = 1 if rows <= 8 else BLOCK_ROWS // 8
         least = 2 if gated else 1
         wide = least
-        while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= BUSY_BLOCKS // 2:
+        while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= LEAST_BLOCKS:
             wide *= 2
         few = outputs // (16 * wide) < BUSY_BLOCKS
-        warps = 16 if few and tiles * wide < 8 - 4 * int(gated) else 8
+        warps = 16 if few and tiles * wide <= 8 else 8
         return Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
 
 
