@@ -99,18 +99,7 @@ async def run_session(session: Session, command_line: Sequence[str], version: st
         progress.line("the server has no /metrics for us: its own figures will be missing")
     envelopes: list[Report] = []
     measured: list[CellRuns] = []
-    is_incomplete = False
-    try:
-        if session.find_envelope:
-            await _envelopes(session, campaign, progress, envelopes, measured)
-        else:
-            await _cells(session, campaign, progress, measured)
-    except (asyncio.CancelledError, Interrupted):
-        if not any(one.runs for one in measured):
-            raise asyncio.CancelledError from None
-        progress.line("interrupted: what was measured is reported")
-        is_incomplete = True
-        _mark_incomplete(measured, session.repetitions)
+    is_whole = await _measure(session, campaign, progress, envelopes, measured)
     cells = [cell_report(one, session.objectives) for one in measured]
     return {
         "format": FORMAT,
@@ -128,7 +117,7 @@ async def run_session(session: Session, command_line: Sequence[str], version: st
             "server": _server_meta(info),
             "client": _client_meta(version),
         },
-        "incomplete": is_incomplete,
+        "incomplete": not is_whole,
         "cells": cells,
         "envelopes": envelopes,
         "cost": _cost(session.cost, cells),
@@ -192,6 +181,24 @@ async def _counts(counter: TokenCounter) -> bool:
         return await counter.available()
     except BenchFault:
         return False
+
+
+async def _measure(
+    session: Session, campaign: Campaign, progress: Progress, envelopes: list[Report], measured: list[CellRuns]
+) -> bool:
+    """Fill ``measured``. False: cancelled on the way; raises CancelledError where nothing was measured by then."""
+    try:
+        if session.find_envelope:
+            await _envelopes(session, campaign, progress, envelopes, measured)
+        else:
+            await _cells(session, campaign, progress, measured)
+    except (asyncio.CancelledError, Interrupted):
+        if not any(one.runs for one in measured):
+            raise asyncio.CancelledError from None
+        progress.line("interrupted: what was measured is reported")
+        _mark_incomplete(measured, session.repetitions)
+        return False
+    return True
 
 
 def _mark_incomplete(measured: Sequence[CellRuns], repetitions: int) -> None:
