@@ -30,10 +30,10 @@ from headrace.runner.timing import Cost, compiled_cost
 MAX_ROWS = 128
 # Rows of one thread block; blocks of other rows read the same weights from the cache.
 BLOCK_ROWS = 32
-# Thread blocks that keep a large GPU busy, two per multiprocessor; outputs per block are chosen by it.
-BUSY_BLOCKS = 264
 # Blocks get wider, and read inputs less often, while there are this many: about one per multiprocessor.
 LEAST_BLOCKS = 120
+# Up to this many blocks start at once on a large GPU when each fills a multiprocessor.
+FILLING_BLOCKS = 132
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
@@ -114,8 +114,8 @@ class Tiling:
         wide = least
         while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= LEAST_BLOCKS:
             wide *= 2
-        few = outputs // (16 * wide) < BUSY_BLOCKS
-        warps = 16 if few and tiles * wide <= 8 else 8
+        together = FILLING_BLOCKS * (2 if tiles * wide == 1 else 1)
+        warps = 16 if outputs // (16 * wide) <= together and tiles * wide <= 8 else 8
         return Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
 
 
