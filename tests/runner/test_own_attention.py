@@ -149,6 +149,16 @@ def test_a_plan_without_weights_counts_it_too(
     assert found.fixed.scratch == found.own_attention.nbytes == found.own_attention.cost.of(SEQS, 1, LONG)
 
 
+def test_soft_caps_are_computed_in_place_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
+    files = describe(str(checkpoint("gemma2")))
+    config = EngineConfig(model=str(files.path), max_num_seqs=SEQS, max_model_len=LONG)
+    found = {
+        kind: estimate(files, config, DeviceMemory(kind, 1 << 34, 1 << 34, 1 << 34)).own_attention
+        for kind in ("cpu", "metal")
+    }
+    assert found["cpu"] is not None and found["metal"] is None
+
+
 @pytest.mark.parametrize("head_major", [True, False])
 def test_split_forwards_give_the_same_tokens(head_major: bool) -> None:
     model = tiny_model("llama")
