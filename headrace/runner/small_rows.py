@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -37,8 +38,13 @@ FILLING_BLOCKS = 132
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
+# A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
+OTHER_OPERATIONS = 3
+OTHER_DEVICE_S = 5e-6
 # Products timed in one compiled function; each is a few of the operations that MLX starts together (100).
 MEASURED_TOGETHER = 16
+# What is done beside the product, outputs, inner dimension, whether there is a bias.
+Form = tuple[str, int, int, bool]
 KINDS = (mx.bfloat16, mx.float16)
 
 
@@ -212,6 +218,7 @@ class SmallRowsKernel:
     def __init__(self, own: Products | None = None) -> None:
         self._own: Products = own or KernelProducts()
         self._wins: dict[tuple[Any, ...], bool] = {}
+        self._costs: dict[tuple[Any, ...], tuple[Cost, Cost]] = {}  # of right ones: the kernel's, MLX's
         self.faults: list[str] = []
 
     def __call__(
@@ -241,17 +248,18 @@ class SmallRowsKernel:
         *,
         residual: bool = False,
         gated: bool = False,
-    ) -> None:
+    ) -> Form:
         """Check and time one kind of product on the weights of some layers, which are alike but for their values.
 
         Several layers, so that weights come from memory as in a step, not from the cache.
         """
         dense, norm = layers[0]
         outputs, inner = dense.weight.shape
+        form = _form(dense, norm, mx.zeros(()) if residual else None, gated)
         for rows in MEASURED_ROWS:
             x = mx.random.normal((rows, 1, inner)).astype(dense.weight.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
-            key = (measured_bucket(rows), *_form(dense, norm, added, gated))
+            key = (measured_bucket(rows), *form)
             if key in self._wins or not takes(rows, x.dtype, dense, gated=gated):
                 continue
             try:
@@ -269,10 +277,36 @@ class SmallRowsKernel:
                     self.faults.append(f"{_words(key)}: differs by {worst:.2g}")
                 own, plain = (_cost(by, layers, x, added, gated) for by in (self._own, plain_product))
                 self._wins[key] = right and own.beats(plain)
+                if right:
+                    self._costs[key] = own, plain
             except Exception as error:
                 # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
                 self._wins[key] = False
                 self.faults.append(f"{_words(key)}: {(str(error).splitlines() or ['?'])[0][:160]}")
+        return form
+
+    def balance(self, forms: Sequence[Form]) -> None:
+        """Choose anew among kernel and MLX for products that make up a layer together.
+
+        Of one product it is not known whether the host or the device will be what a step waits for; of all of them
+        it is: that combination is taken whose greater sum, of host or device, is least.
+        """
+        for rows in MEASURED_ROWS:
+            keys = [(rows, *form) for form in forms]
+            known = [self._costs[key] for key in keys if key in self._costs]
+            if len(known) < len(keys):
+                continue
+            own_host = sum(own.host for own, _ in known) / len(known)
+            others = Cost(OTHER_OPERATIONS * own_host, OTHER_OPERATIONS * OTHER_DEVICE_S)
+
+            def in_a_step(
+                choice: tuple[int, ...], known: Sequence[tuple[Cost, Cost]] = known, others: Cost = others
+            ) -> float:
+                taken = [others, *(costs[which] for costs, which in zip(known, choice, strict=True))]
+                return Cost(sum(cost.host for cost in taken), sum(cost.device for cost in taken)).in_a_step
+
+            best = min(product((0, 1), repeat=len(keys)), key=in_a_step)
+            self._wins.update({key: which == 0 for key, which in zip(keys, best, strict=True)})
 
     def note(self) -> str:
         """What ``measure`` found, in one line."""
@@ -288,13 +322,13 @@ def _cost(
     residual: mx.array | None,
     gated: bool,
 ) -> Cost:
-    def product(layer: tuple[Dense, Norm | None], x: mx.array) -> mx.array:
+    def computed(layer: tuple[Dense, Norm | None], x: mx.array) -> mx.array:
         return products(x, layer[0], norm=layer[1], residual=residual, gated=gated)
 
     # Different inputs: equal operations would be computed once.
     inputs = [x + index for index in range(MEASURED_TOGETHER)]
     mx.eval(inputs)
-    return compiled_cost([partial(product, layers[i % len(layers)]) for i in range(len(inputs))], inputs)
+    return compiled_cost([partial(computed, layers[i % len(layers)]) for i in range(len(inputs))], inputs)
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:
@@ -304,9 +338,10 @@ def largest_difference(got: mx.array, expected: mx.array) -> float:
     return float(np.array(worst))
 
 
-def _form(dense: Dense, norm: Norm | None, residual: mx.array | None, gated: bool) -> tuple[Any, ...]:
+def _form(dense: Dense, norm: Norm | None, residual: mx.array | None, gated: bool) -> Form:
     kind = [name for name, on in (("norm", norm), ("residual", residual is not None), ("gate", gated)) if on]
-    return "+".join(kind) or "product", *dense.weight.shape, dense.bias is not None
+    outputs, inner = dense.weight.shape
+    return "+".join(kind) or "product", outputs, inner, dense.bias is not None
 
 
 def measured_bucket(rows: int) -> int:

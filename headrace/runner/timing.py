@@ -27,6 +27,11 @@ class Cost:
     host: float
     device: float
 
+    @property
+    def in_a_step(self) -> float:
+        """Seconds of a decode step made of such operations: the host runs ahead of the device."""
+        return max(self.host, self.device)
+
     def beats(self, other: Cost) -> bool:
         """Whether this one is the better choice in a decode step, where the host is ahead of the device.
 

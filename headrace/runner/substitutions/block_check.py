@@ -30,7 +30,7 @@ from headrace.runner.substitutions.decoder_block import (
     norm_of,
 )
 from headrace.runner.substitutions.moe_decode import ExpertsChoice, ExpertsFeedForward, experts_feed_forward
-from headrace.runner.timing import best_seconds
+from headrace.runner.timing import Cost, compiled_cost
 
 # Of the largest change that the block makes to its input, by bytes of the dtype; and of the largest output.
 _TOLERANCE = {4: 1e-3, 2: 6e-2}
@@ -105,12 +105,19 @@ def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
     for alike in forms.values():
         some = alike[:_MEASURED_LAYERS]
         attention = [block.attention for block in some]
-        products.measure([(parts.qkv, parts.norm) for parts in attention])
-        products.measure([(parts.out, None) for parts in attention], residual=True)
+        forms_of_products = [
+            products.measure([(parts.qkv, parts.norm) for parts in attention]),
+            products.measure([(parts.out, None) for parts in attention], residual=True),
+        ]
         dense = [block.feed_forward for block in some if isinstance(block.feed_forward, DenseFeedForward)]
         if dense:
-            products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True)
-            products.measure([(parts.down, None) for parts in dense], residual=True)
+            products.balance(
+                [
+                    *forms_of_products,
+                    products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True),
+                    products.measure([(parts.down, None) for parts in dense], residual=True),
+                ]
+            )
         halves = [block.feed_forward for block in some if isinstance(block.feed_forward, ExpertsFeedForward)]
         if halves:
             products.measure([(half.experts.router, half.experts.norm) for half in halves])
@@ -166,19 +173,20 @@ def _settled(
 
 
 def _is_faster(block: FusedBlock, store: PoolStore | None) -> bool:
-    """Whether 8 and 32 rows together take less time than in the unmodified block."""
+    """Whether some counts of rows together take less time than in the unmodified block."""
     own = usual = 0.0
-    for rows in (8, 32):
-        x, mask, view = _input(block, rows), PagedMask(None), _view(block, store, rows)
-        own += best_seconds(partial(_run, block, x, mask, view), rounds=4, repeat=4)
-        usual += best_seconds(partial(_run, block.inner, x, mask, view), rounds=4, repeat=4)
+    for rows in (1, 8, 32):
+        own += _cost(block, block, store, rows).in_a_step
+        usual += _cost(block.inner, block, store, rows).in_a_step
     return own < usual
 
 
-def _run(module: nn.Module, x: mx.array, mask: PagedMask, view: LayerView) -> mx.array:
-    for _ in range(4):
-        x = module(x, mask, cache=view)
-    return x
+def _cost(module: nn.Module, block: FusedBlock, store: PoolStore | None, rows: int) -> Cost:
+    """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
+    x, view = _input(block, rows), _view(block, store, rows)
+    inputs = [x + 0.01 * index for index in range(_MEASURED_LAYERS)]
+    mx.eval(inputs)
+    return compiled_cost([partial(module, mask=PagedMask(None), cache=view)] * len(inputs), inputs)
 
 
 def _input(block: FusedBlock, rows: int) -> mx.array:

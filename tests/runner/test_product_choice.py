@@ -1,0 +1,53 @@
+"""Which products of a layer run as kernels: decided by costs, made up here."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.runner.small_rows import MEASURED_ROWS, Form, SmallRowsKernel, plain_product
+from headrace.runner.timing import Cost
+
+US = 1e-6
+FORMS: list[Form] = [("norm", 64, 32, False), ("residual", 32, 64, False)]
+
+
+def choices(costs: list[tuple[Cost, Cost]]) -> list[bool]:
+    products = SmallRowsKernel(plain_product)
+    products._costs = {(8, *form): pair for form, pair in zip(FORMS, costs, strict=True)}
+    products.balance(FORMS)
+    return [products._wins[(8, *form)] for form in FORMS]
+
+
+def test_a_busy_host_prefers_what_it_starts_quickly() -> None:
+    own, plain = Cost(8 * US, 60 * US), Cost(120 * US, 50 * US)
+    assert choices([(own, plain), (own, plain)]) == [True, True]
+
+
+def test_a_busy_device_prefers_what_it_computes_quickly() -> None:
+    own, plain = Cost(8 * US, 300 * US), Cost(30 * US, 70 * US)
+    assert choices([(own, plain), (own, plain)]) == [False, False]
+
+
+def test_a_mixture_is_best_where_both_are_busy() -> None:
+    small = Cost(8 * US, 10 * US), Cost(60 * US, 8 * US)
+    large = Cost(8 * US, 150 * US), Cost(30 * US, 70 * US)
+    assert choices([small, large]) == [True, False]
+
+
+def test_rows_without_all_costs_stay_as_they_were() -> None:
+    products = SmallRowsKernel(plain_product)
+    products._costs = {(rows, *FORMS[0]): (Cost(1, 1), Cost(2, 2)) for rows in MEASURED_ROWS}
+    products.balance(FORMS)
+    assert products._wins == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "better"),
+    [
+        (Cost(1, 5), Cost(3, 4), False),  # the device is the limit, and the other is quicker there
+        (Cost(1, 2), Cost(3, 2), True),
+        (Cost(1, 6), Cost(4, 2), False),
+    ],
+)
+def test_one_product_alone(own: Cost, other: Cost, better: bool) -> None:
+    assert own.beats(other) is better
