@@ -27,17 +27,20 @@ class Edges:
 
 
 SIZES = {
-    "block16-chunk64": (16, 64, around(16, 48, 64, 128)),
-    "block32-chunk64": (32, 64, around(32, 64, 96)),
-    "block16-chunk2048": (16, 2048, around(32, 2048)),
-    "block32-chunk2048": (32, 2048, around(32, 2048)),
+    "block16-chunk64": (16, 64, around(16, 48, 64, 128), "auto"),
+    "block32-chunk64": (32, 64, around(32, 64, 96), "auto"),
+    "block16-chunk2048": (16, 2048, around(32, 2048), "auto"),
+    "block32-chunk2048": (32, 2048, around(32, 2048), "auto"),
+    "block16-chunk64-int8": (16, 64, around(16, 64, 128), "int8"),
+    "block16-chunk64-int4": (16, 64, around(16, 64, 128), "int4"),
 }
 
 
 @pytest.fixture(scope="module", params=SIZES.values(), ids=SIZES)
 def edges(request: pytest.FixtureRequest, local_engine: Build) -> Edges:
-    block_size, chunk, lengths = request.param
-    return Edges(local_engine("plain", block_size=block_size, prefill_step_size=chunk), lengths)
+    block_size, chunk, lengths, dtype = request.param
+    engine = local_engine("plain", block_size=block_size, prefill_step_size=chunk, kv_cache_dtype=dtype)
+    return Edges(engine, lengths)
 
 
 def test_a_shared_beginning_of_any_length_is_reused_to_the_token(edges: Edges) -> None:

@@ -76,7 +76,7 @@ def said(tokens: list[int]) -> list[bytes]:
     return [BY_ID[token] for token in tokens if token not in ENDS]
 
 
-def build(folder: Path, kv_cache_dtype: str, *, blocks: int) -> BuiltRunner:
+def build(folder: Path, kv_cache_dtype: str, *, blocks: int, prefix_cache: bool = True) -> BuiltRunner:
     config = EngineConfig(
         model=str(folder),
         kv_cache_dtype=kv_cache_dtype,
@@ -87,6 +87,7 @@ def build(folder: Path, kv_cache_dtype: str, *, blocks: int) -> BuiltRunner:
         prefill_step_size=96,
         max_queue=64,
         memory_headroom=0.0,
+        enable_prefix_cache=prefix_cache,
     )
     return build_runner(config, lambda stage, fraction: None)
 
@@ -134,6 +135,82 @@ def test_every_text_is_exact(scripted_folder: Callable[[str], Path], variant: st
     assert stats.prefix_hits_total > 0
     assert serving.copies > 0
     assert stats.blocks_held == 0
+
+
+class Crowd:
+    """Always 32 requests open: who ends or is cancelled is followed by the next one."""
+
+    OPEN, ALL = 32, 128
+
+    def __init__(self, serving: Serving, variant: str, rng: random.Random) -> None:
+        self.serving, self.rng = serving, rng
+        self.longest = 36 if variant == "swa64" else 90
+        self.scripts: dict[str, tuple[str, int]] = {}
+        self.outputs: dict[str, int] = {}
+        self.cancelled: dict[str, int] = {}  # with how many tokens
+        self.most_open = 0
+
+    def is_open(self, name: str) -> bool:
+        ended = sum((name, index) in self.serving.finished for index in range(self.outputs[name]))
+        return name not in self.cancelled and ended < self.outputs[name]
+
+    def refill(self) -> None:
+        still = [name for name in self.scripts if self.is_open(name)]
+        while len(still) < self.OPEN and len(self.scripts) < self.ALL:
+            still.append(self.add(f"r{len(self.scripts)}"))
+        self.most_open = max(self.most_open, len(still))
+        if still and self.rng.random() < 0.06:
+            name = self.rng.choice(still)
+            self.serving.scheduler.abort(name)
+            self.cancelled[name] = sum(len(self.serving.tokens[name, i]) for i in range(self.outputs[name]))
+
+    def add(self, name: str) -> str:
+        script = self.rng.choice(["s00", "s01", "s01", "s01", "s02"])
+        count, self.outputs[name] = self.rng.randint(1, self.longest), self.rng.choice([1, 1, 2, 3])
+        before = self.rng.choice(["", "x" * 23, "x" * 24, "x" * 25, "many begin like this; "])
+        request = EngineRequest(
+            id=name,
+            prompt_token_ids=prompt(script, before, "y" * self.rng.choice([0, 1, 6, 7, 8])),
+            params=SamplingParams(max_tokens=count, temperature=0.0, stop_token_ids=ENDS),
+            n=self.outputs[name],
+        )
+        self.serving.add(request)
+        self.scripts[name] = script, count
+        return name
+
+    def check(self) -> None:
+        for (name, index), tokens in self.serving.tokens.items():
+            script, count = self.scripts[name]
+            expected = scripted.expected_pieces(script, count)
+            if name in self.cancelled:
+                expected = expected[: len(said(tokens))]
+            else:
+                assert (name, index) in self.serving.finished
+            assert said(tokens) == expected, (name, index)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("variant", ["plain", "swa64"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
+def test_thirty_two_are_open_while_everything_is_preempted(
+    scripted_folder: Callable[[str], Path], variant: str, kv_cache_dtype: str, prefix_cache: bool
+) -> None:
+    built = build(scripted_folder(variant), kv_cache_dtype, blocks=44, prefix_cache=prefix_cache)
+    serving = Serving(built)
+    crowd = Crowd(serving, variant, random.Random(f"{variant} {kv_cache_dtype} {prefix_cache}"))
+    crowd.refill()
+    while serving.step():
+        crowd.refill()
+    crowd.check()
+    stats = serving.scheduler.stats()
+    assert crowd.most_open == Crowd.OPEN and len(crowd.scripts) == Crowd.ALL
+    assert stats.preemptions_total >= Crowd.OPEN, "all the time, not once"
+    assert len(crowd.cancelled) >= 5 and max(crowd.cancelled.values()) > 0 == min(crowd.cancelled.values())
+    # Without a prefix cache nothing but the further outputs of a request makes copies.
+    assert serving.copies > 10
+    assert stats.blocks_held == 0 and (prefix_cache or stats.blocks_cached == 0)
 
 
 @pytest.mark.slow
