@@ -169,7 +169,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         fuse_projections(model)
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
-    softcap = 0.0 if head_major else substitute_softcapped_attention(model)
+    softcap = substitute_softcapped_attention(model)
     choice = _kernel_choice(files, found, softcap, head_major)
     install(choice.kernel)
     store = None if head_major else PoolStore.checked()

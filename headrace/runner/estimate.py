@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from headrace.checkpoint.config import text_fields
 from headrace.checkpoint.model_folder import ModelFiles
@@ -27,7 +26,7 @@ from headrace.runner.context_cost import computes_own_attention, estimate_contex
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.loader import DTYPES, Plan, outline_model
-from headrace.runner.substitutions.softcapped_attention import _KIND
+from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 
 _FILE_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 16, "metal": 32, "cuda": 32}
@@ -78,16 +77,12 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
         buffer_cache=BUFFER_CACHE_BYTES[kind],
     )
     own = None
-    if computes_own_attention(model, found) and not (kind != "cpu" and _has_soft_caps(model)):
+    substitute_softcapped_attention(model, check=False)
+    if computes_own_attention(model, found):
         cost = estimate_context_cost(found, _most(fields.get("num_attention_heads")) or 1)
         own = own_attention_scratch(cost, device, fixed, config, longest)
         fixed = replace(fixed, scratch=own.nbytes)
     return Estimate(found.layout, fixed, longest, _form(plan, dtype), own)
-
-
-def _has_soft_caps(model: nn.Module) -> bool:
-    """Whether its attention is replaced on a GPU (``softcapped_attention.py``)."""
-    return any((type(module).__module__, type(module).__name__) == _KIND for module in model.modules())
 
 
 def _compute_dtype(files: ModelFiles, plan: Plan) -> mx.Dtype:

@@ -149,14 +149,21 @@ def test_a_plan_without_weights_counts_it_too(
     assert found.fixed.scratch == found.own_attention.nbytes == found.own_attention.cost.of(SEQS, 1, LONG)
 
 
-def test_soft_caps_are_computed_in_place_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
+def test_soft_caps_are_computed_in_place(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = describe(str(checkpoint("gemma2")))
     config = EngineConfig(model=str(files.path), max_num_seqs=SEQS, max_model_len=LONG)
     found = {
         kind: estimate(files, config, DeviceMemory(kind, 1 << 34, 1 << 34, 1 << 34)).own_attention
         for kind in ("cpu", "metal")
     }
-    assert found["cpu"] is not None and found["metal"] is None
+    assert found["cpu"] is None and found["metal"] is None
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    built = build(files.path)
+    assert "computes its own" not in built.ready_info.attention
+    prompts = [[5, 3, 1] * 20, [2] * 7]
+    assert serve(built, prompts) == [reference_tokens(tiny_model("gemma2"), prompt, 6) for prompt in prompts]
 
 
 @pytest.mark.parametrize("head_major", [True, False])

@@ -17,9 +17,11 @@ from paged_driver import Driver, make_runner, reference_tokens
 from tiny_models import VOCAB, tiny_model
 
 from headrace.params import SamplingParams
-from headrace.runner.attention import gather
+from headrace.runner.attention import gather, slices
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.reference import paged_attention
+from headrace.runner.context_cost import computes_own_attention
+from headrace.runner.kv_layout import read_layout
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import RunnerOptions
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -37,9 +39,9 @@ def substituted() -> tuple[object, float]:
     return model, substitute_softcapped_attention(model)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("head_major", "compile"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_tokens_are_those_of_the_unmodified_model(compile: bool, chunk: int) -> None:
+def test_tokens_are_those_of_the_unmodified_model(head_major: bool, compile: bool, chunk: int) -> None:
     model, softcap = substituted()
     assert softcap == 3.0
     rng = random.Random(1)
@@ -48,7 +50,7 @@ def test_tokens_are_those_of_the_unmodified_model(compile: bool, chunk: int) -> 
         reference_tokens(model, prompt, 12) for prompt in prompts
     ]  # over mlx-lm's cache: the replaced modules
     options = RunnerOptions(compile=compile)
-    runner, layout = make_runner(model, vocab_size=VOCAB, head_major=False, options=options)
+    runner, layout = make_runner(model, vocab_size=VOCAB, head_major=head_major, options=options)
     driver = Driver(runner, layout, 400)
     for prompt in prompts:
         driver.add(prompt, GREEDY)
@@ -65,6 +67,28 @@ def test_other_caches_see_the_replaced_module() -> None:
     assert all(isinstance(layer.self_attn, SoftcappedAttention) for layer in model.layers)
     got = model(tokens, cache=one_sequence_cache(model))
     assert np.array_equal(np.array(got), np.array(plain(tokens, cache=one_sequence_cache(plain))))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "auto"])
+@pytest.mark.parametrize("context", [3, 700])  # gathered together, and sliced in several pieces
+def test_slices_cap_what_the_gather_caps(monkeypatch: pytest.MonkeyPatch, dtype: str, context: int) -> None:
+    monkeypatch.setattr(slices, "READ_BYTES", 1)
+    logits = []
+    for head_major in (True, False):
+        model, _ = substituted()
+        runner, layout = make_runner(model, vocab_size=VOCAB, head_major=head_major, kv_cache_dtype=dtype)
+        driver = Driver(runner, layout, 400)
+        row = driver.add([index * 7 % VOCAB for index in range(context)], GREEDY)
+        mx.eval(runner.prefill_logits([driver.row(row, context - 1)]))
+        row.computed += context - 1
+        logits.append(np.array(runner.decode_logits([driver.row(row, 1)])))
+    assert np.abs(logits[0] - logits[1]).max() < 2e-3 * np.abs(logits[1]).max()
+
+
+def test_a_plan_without_weights_replaces_it_too() -> None:
+    model = tiny_model("gemma2")
+    assert substitute_softcapped_attention(model, check=False) == 50.0
+    assert not computes_own_attention(model, read_layout(model, 16))
 
 
 def test_fused_projections_are_kept() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, capped
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.layer_view import LayerView
 
@@ -188,9 +188,7 @@ def _attend_tiled(
         keys = keys.astype(mx.float32)[:, :, None]
         values = rows.written(values, column * size).astype(mx.float32)[:, :, None]
         for (first, last), state in zip(spans, states, strict=True):
-            scores = after(grouped[..., first:last, :], earlier) @ keys.swapaxes(-1, -2)
-            if softcap > 0:
-                scores = softcap * mx.tanh(scores / softcap)
+            scores = capped(after(grouped[..., first:last, :], earlier) @ keys.swapaxes(-1, -2), softcap)
             visible = rows.visible(first, last - first, column * size, scores.shape[-1], window)
             state.add(mx.where(visible[:, :, None], scores, HIDDEN), values)
             earlier = state.pending

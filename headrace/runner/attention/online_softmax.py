@@ -71,6 +71,11 @@ class OnlineSoftmax:
         return self._out / self._sum
 
 
+def capped(scores: mx.array, softcap: float) -> mx.array:
+    """Soft-capped scores; 0: as they are."""
+    return softcap * mx.tanh(scores / softcap) if softcap > 0 else scores
+
+
 def after(x: mx.array, earlier: Earlier) -> mx.array:
     """``x``, not available before ``earlier`` is: MLX would evaluate tiles side by side and hold them all."""
     return mx.depends(x, earlier) if earlier else x

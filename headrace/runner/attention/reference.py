@@ -28,11 +28,10 @@ def paged_attention(
 ) -> mx.array:
     """Attention of ``queries [B, H, L, D]`` over the pool; returns ``[B, H, L, value_dim]``.
 
-    ``softcap``: scores become ``softcap * tanh(score / softcap)``, in token-major pools only; 0: they stay.
+    ``softcap``: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
     """
     if view.pool.head_major:
-        assert softcap == 0, "soft-capped attention reads token-major pools"
-        return slices.attend_slices(queries, view, scale, window, sinks)
+        return slices.attend_slices(queries, view, scale, window, sinks, softcap)
     return gather.attend_gathered(queries, view, scale, window, sinks, softcap)
 
 

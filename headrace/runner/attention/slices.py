@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after
+from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, capped
 from headrace.runner.cpu_math import fast_exp_of_any_shape
 from headrace.runner.input_batch import BundleLimits
 from headrace.runner.kv_packing import Packed, VectorPacking
@@ -46,7 +46,12 @@ Runs = Sequence[tuple[int, int]]
 
 
 def attend_slices(
-    queries: mx.array, view: LayerView, scale: float, window: int | None, sinks: mx.array | None
+    queries: mx.array,
+    view: LayerView,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float = 0.0,
 ) -> mx.array:
     """``paged_attention`` of ``reference.py`` for a head-major pool."""
     batch, heads, length, dim = queries.shape
@@ -62,13 +67,14 @@ def attend_slices(
     for row in alone:
         reader = _Reader(view, row, outputs[-1:])
         if length == 1:
-            outputs.append(_one_query(grouped[row, :, :, 0], reader, sinks)[:, :, None])
+            outputs.append(_one_query(grouped[row, :, :, 0], reader, sinks, softcap)[:, :, None])
         else:
             real = view.batch.lengths[row]
-            out = _prefill(grouped[row, :, :, :real], reader, view.batch.starts[row], window, sinks)
+            out = _prefill(grouped[row, :, :, :real], reader, view.batch.starts[row], window, sinks, softcap)
             outputs.append(mx.pad(out, [(0, 0), (0, 0), (0, length - real), (0, 0)]) if real < length else out)
     parts = [mx.stack(outputs)] if outputs else []
-    parts += [_together(grouped[bundle.index, :, :, 0], view, bundle)[:, :, :, None] for bundle in bundles]
+    for bundle in bundles:
+        parts.append(_together(grouped[bundle.index, :, :, 0], view, bundle, softcap)[:, :, :, None])
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
     out = out.reshape(batch, heads, length, layer.value_dim)
     if order:
@@ -152,18 +158,18 @@ def join_runs(array: mx.array, runs: Runs) -> mx.array:
 # -- one query ---------------------------------------------------------------------------------------------
 
 
-def _one_query(query: mx.array, reader: _Reader, sinks: mx.array | None) -> mx.array:
+def _one_query(query: mx.array, reader: _Reader, sinks: mx.array | None, softcap: float) -> mx.array:
     """``query [kv_heads, shared, dim]`` over all of the row (a window is cut already)."""
     pieces = list(reader.pieces())
     if len(pieces) == 1 and sinks is None:
-        scores = _scores(query, reader, *pieces[0])
+        scores = capped(_scores(query, reader, *pieces[0]), softcap)
         if scores.size < FAST_SCORES:
             return _weighted(mx.softmax(scores, axis=-1), reader, *pieces[0])
         weights = fast_exp_of_any_shape(scores - mx.max(scores, axis=-1, keepdims=True))
         return _weighted(weights, reader, *pieces[0]) / mx.sum(weights, axis=-1, keepdims=True)
     state = OnlineSoftmax(sinks)
     for first, last in pieces:
-        state.add(_scores(query, reader, first, last), reader.values(first, last))
+        state.add(capped(_scores(query, reader, first, last), softcap), reader.values(first, last))
         reader.wait_for(state.pending)
     return state.result()
 
@@ -244,7 +250,7 @@ def bundle_limits(pool: KVPool) -> BundleLimits:
     return BundleLimits(BUNDLED_PACKED if is_packed else BUNDLED, READ_BYTES // widest)
 
 
-def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array:
+def _together(queries: mx.array, view: LayerView, bundle: RowBundle, softcap: float) -> mx.array:
     """``[b, kv_heads, shared, value_dim]`` for ``queries [b, kv_heads, shared, dim]`` of a bundle's rows."""
     pool, index = view.pool, view.layer
     layer, size = pool.layers[index], pool.block_size
@@ -264,7 +270,7 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array
         scores = query @ keys[0].astype(mx.float32).swapaxes(-1, -2)
     else:
         scores = packed_scores(query, Packed(*keys), layer.key_packing)
-    scores = mx.where(bundle.visible[:, None], scores, HIDDEN)
+    scores = mx.where(bundle.visible[:, None], capped(scores, softcap), HIDDEN)
     weights = fast_exp_of_any_shape(scores - mx.max(scores, axis=-1, keepdims=True))
     total = mx.sum(weights, axis=-1, keepdims=True)
     # What earlier owners left behind the row's end may be infinite or NaN, which no weight of zero removes.
@@ -281,7 +287,12 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle) -> mx.array
 
 
 def _prefill(
-    queries: mx.array, reader: _Reader, start: int, window: int | None, sinks: mx.array | None
+    queries: mx.array,
+    reader: _Reader,
+    start: int,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float,
 ) -> mx.array:
     """``queries [kv_heads, shared, L, dim]`` from position ``start`` on; ``[kv_heads, shared, L, value_dim]``."""
     kv_heads, shared, length, dim = queries.shape
@@ -301,7 +312,8 @@ def _prefill(
             for key in range(max(low, oldest // KEY_TILE * KEY_TILE), min(high, offset + last), KEY_TILE):
                 end = min(key + KEY_TILE, high, -(-(offset + last) // 64) * 64)
                 scores = after(query, earlier) @ keys[:, key - low : end - low].swapaxes(1, 2)
-                state.add(_hide(scores, shared, offset + first, key, window), values[:, key - low : end - low])
+                scores = _hide(capped(scores, softcap), shared, offset + first, key, window)
+                state.add(scores, values[:, key - low : end - low])
                 earlier = state.pending
         reader.wait_for(earlier)
     outputs = [
