@@ -438,13 +438,11 @@ def check_blocks(name: str) -> str | None:
     for rows in (1, 5, 9, 32, 40) if found else ():
         fault = block_check.compare(found[0], store, rows=rows)
         faults += [] if fault is None else [f"{rows} rows: {fault}"]
-        x, mask = block_check._input(found[0], rows), block_check.PagedMask(None)
-        view = block_check._view(found[0], store, rows)
-        own, usual = (
-            best_seconds(partial(block_check._run, block, x, mask, view), rounds=3, repeat=6) / 4 * 1e6
-            for block in (found[0], found[0].inner)
+        own, usual = (block_check._cost(by, found[0], store, rows) for by in (found[0], found[0].inner))
+        say(
+            f"{name}: {rows} rows, us per block, host and device: fused {own.host * 1e6:.0f} {own.device * 1e6:.0f}, "
+            f"unmodified {usual.host * 1e6:.0f} {usual.device * 1e6:.0f}"
         )
-        say(f"{name}: {rows} rows, us per block, queued: fused {own:.0f}, unmodified {usual:.0f}")
     del model, found
     mx.clear_cache()
     return "; ".join(faults) or None
