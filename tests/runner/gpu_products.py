@@ -440,7 +440,7 @@ def check_blocks(name: str) -> str | None:
         faults += [] if fault is None else [f"{rows} rows: {fault}"]
         own, usual = (block_check._cost(by, found[0], store, rows) for by in (found[0], found[0].inner))
         say(
-            f"{name}: {rows} rows, us per block, host and device: fused {own.host * 1e6:.0f} {own.device * 1e6:.0f}, "
+            f"{name}: {rows} rows, us, host and device: fused {own.host * 1e6:.0f} {own.device * 1e6:.0f}, "
             f"unmodified {usual.host * 1e6:.0f} {usual.device * 1e6:.0f}"
         )
     del model, found
