@@ -1,16 +1,18 @@
 """The paged decode kernel over a grid of forms on a GPU, against attention by its definition (on the host).
 
-    python tests/runner/gpu_kernel_grid.py [--seconds 225]
+    python tests/runner/gpu_kernel_grid.py [--seconds 225] [--jobs 4]
 
 A form is what is compiled: widths, packing, dtype, queries per KV head, sinks, soft-capping, splits or none; each
-costs seconds of compilation, so there are few, and each runs over many lengths and windows. Every failure is
-reported, none stops the run; forms that the time does not reach are named.
+costs seconds of compilation, so there are few, and each runs over many lengths and windows; several processes
+share them, as one compiles on one core. Every failure is reported, none stops the run; forms that the time does
+not reach are named.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -116,11 +118,12 @@ def run_form(kernel: PagedDecodeKernel, form: Case) -> list[str]:
     return faults
 
 
-def run_grid(seconds: float, report: Callable[[str], None]) -> list[str]:
-    """All faults, and one line for each form that was not reached."""
+def run_grid(seconds: float, report: Callable[[str], None], part: int = 0, jobs: int = 1) -> list[str]:
+    """All faults of every ``jobs``-th form from ``part`` on, and one line for each that was not reached."""
     kernel = PagedDecodeKernel.for_device()
     assert kernel is not None
     chosen, start, busy = forms(), time.monotonic(), paged_decode.BUSY_BLOCKS
+    chosen = chosen[part::jobs]
     report(f"{len(chosen)} forms, {compilations(chosen)} compilations")
     faults: list[str] = []
     try:
@@ -146,11 +149,19 @@ def run_grid(seconds: float, report: Callable[[str], None]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=225.0)
+    parser.add_argument("--jobs", type=int, default=4, help="processes on the one GPU")
+    parser.add_argument("--part", type=int, help="one of them, from 0 on")
     args = parser.parse_args()
     if mx.default_device() != mx.gpu:
         print("needs a GPU: MLX computes on the CPU here")
         return 2
-    return 1 if run_grid(args.seconds, lambda line: print(line, flush=True)) else 0
+    if args.part is None and args.jobs > 1:
+        command = [sys.executable, __file__, "--seconds", str(args.seconds), "--jobs", str(args.jobs), "--part"]
+        parts = [subprocess.Popen([*command, str(part)]) for part in range(args.jobs)]
+        codes = [part.wait() for part in parts]
+        print("all right" if not any(codes) else f"exit codes of the processes: {codes}", flush=True)
+        return max(map(abs, codes))
+    return 1 if run_grid(args.seconds, lambda line: print(line, flush=True), args.part or 0, args.jobs) else 0
 
 
 if __name__ == "__main__":
