@@ -12,13 +12,17 @@ are simulated; only "scheduler µs per step" is measured, on this machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
+from headrace.core.collector import settle_collector
 from headrace.core.layout import KVLayout, LayerGroup
 from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, StepResult
@@ -156,35 +160,58 @@ def print_report(report: Report, scheduler: Scheduler) -> None:
     print(quantiles("scheduler per step (measured)", report.scheduler_s, 1e6, "µs"))
 
 
-def overhead(sequences: int, steps: int) -> None:
-    """Time of schedule() and update() with this many decoding sequences."""
-    layout = KVLayout(16, (LayerGroup("full", 32, 131072),))
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs=sequences, max_model_len=4096), layout, (sequences * 130,))
-    rng = random.Random(1)
-    for i in range(sequences):
-        prompt = [rng.randrange(32000) for _ in range(256)]
-        scheduler.add_request(
-            EngineRequest(id=str(i), prompt_token_ids=prompt, params=SamplingParams(max_tokens=3000)), 0.0
+def busy_requests(rng: random.Random) -> Iterator[EngineRequest]:
+    """Without end: prompts of log-normal length around 500 tokens up to 8,000, outputs of 100 to 900."""
+    for number in itertools.count():
+        length = int(min(8000, rng.lognormvariate(6.2, 1.0)) + 1)
+        prompt = [rng.randrange(32000) for _ in range(length)]
+        yield EngineRequest(
+            id=str(number), prompt_token_ids=prompt, params=SamplingParams(max_tokens=rng.randint(100, 900))
         )
+
+
+def overhead(sequences: int, steps: int) -> None:
+    """The scheduler's own time per step at ``sequences`` running ones; for each that ends another one joins.
+
+    CPU time, so that other work on the machine does not count; the garbage collector is set as in a worker.
+    Counting begins 500 steps after all run for the first time.
+    """
+    config = SchedulerConfig(max_num_seqs=sequences, max_model_len=16384)
+    layout = KVLayout(16, (LayerGroup("full", 32, 131072),))
+    scheduler = Scheduler(config, layout, (sequences * 160,))
+    requests = busy_requests(random.Random(1))
+    encode = msgspec.msgpack.Encoder().encode
     pending: StepResult | None = None
-    schedule_s: list[float] = []
-    update_s: list[float] = []
-    while len(schedule_s) < steps:
-        t0 = time.perf_counter()
+    times_s: list[tuple[float, float, float, float, bool]] = []
+    warm_up, context = 500, 0
+    while len(times_s) < steps:
+        stats = scheduler.stats()
+        for request in itertools.islice(requests, sequences - stats.running - stats.waiting):
+            scheduler.add_request(request, 0.0)
+        t0 = time.thread_time()
         output = scheduler.schedule(0.0)
-        t1 = time.perf_counter()
+        t1 = time.thread_time()
         result = fake_result(output, 0.01)
-        t2 = time.perf_counter()
-        if pending is not None:
-            scheduler.update(pending, 0.0)
-        t3 = time.perf_counter()
-        if len(output.decode) == sequences:
-            schedule_s.append(t1 - t0)
-            update_s.append(t3 - t2)
+        t2 = time.thread_time()
+        outputs = [] if pending is None else scheduler.update(pending, 0.0)
+        t3 = time.thread_time()
+        encode(outputs)
+        t4 = time.thread_time()
         pending = result
-    print(f"{sequences} decoding sequences, {steps} steps, µs per step:")
-    print(quantiles("  schedule", schedule_s, 1e6, "µs"))
-    print(quantiles("  update", update_s, 1e6, "µs"))
+        if warm_up and stats.running == sequences:
+            warm_up -= 1
+            if not warm_up:
+                settle_collector()
+        elif not warm_up:
+            times_s.append((t1 - t0, t3 - t2, t1 - t0 + t3 - t2, t4 - t3, bool(output.prefill)))
+            context += sum(row.start for row in output.decode)
+    print(f"{sequences} running sequences, {context / steps / sequences:.0f} tokens of context, {steps} steps")
+    names = ("  schedule", "  update", "  schedule + update", "  encoding the outputs")
+    for has_prompt, title in ((False, "decode only"), (True, "a prompt begins or goes on")):
+        chosen = [values for values in times_s if values[-1] == has_prompt]
+        print(f"{len(chosen)} steps, {title}:")
+        for name, values in zip(names, zip(*chosen, strict=True), strict=False):
+            print(quantiles(name, list(values), 1e6, "µs"))
 
 
 def main() -> None:
@@ -199,7 +226,7 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true")
     args = parser.parse_args()
     if args.overhead:
-        overhead(256, 1000)
+        overhead(256, 2000)
         return
     config = SchedulerConfig(
         max_num_seqs=args.max_num_seqs,

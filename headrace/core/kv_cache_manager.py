@@ -268,10 +268,11 @@ class KVCacheManager:
         if not self._caching or num_full <= seq.num_committed:
             return
         hashes = seq.hashes(num_full, size)
+        parent = seq.parent_hash(seq.num_committed, size)
         for i in range(seq.num_committed, num_full):
             tokens = tuple(seq.token_ids[i * size : (i + 1) * size])
-            content = BlockContent(seq.parent_hash(i, size), tokens, hashes[i])
-            self._offer(seq, i, content)
+            self._offer(seq, i, BlockContent(parent, tokens, hashes[i]))
+            parent = hashes[i]
         seq.num_committed = num_full
 
     def _offer(self, seq: Sequence, block: int, content: BlockContent) -> None:

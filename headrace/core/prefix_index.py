@@ -88,6 +88,8 @@ class PrefixIndex:
 
     def superseded_by(self, content: BlockContent) -> list[int]:
         """Partial blocks whose tokens are a beginning of ``content``'s: of no use once that is findable."""
+        if (content.parent, content.token_ids[0]) not in self._children:
+            return []
         size = len(content.token_ids)
         return [
             block

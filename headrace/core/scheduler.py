@@ -62,8 +62,7 @@ class Scheduler:
         self._isolated: list[Sequence] = []  # unfinished ones with is_isolated, by time of their fault
         self._was_alone = False
         self._is_open = True
-        self._next_seq_id = 0
-        self._steps = 0
+        self._next_seq_id = self._steps = 0
         self._num_sequences = self._num_replays = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
@@ -248,14 +247,11 @@ class Scheduler:
             victim = self._running[-1]
             if victim is seq and len(self._running) == 1:
                 raise RuntimeError(f"a sequence of {end} tokens alone does not fit the pools")
-            self._preempt(draft, victim)
+            self._take_blocks(victim)
+            draft.preempted = True
             if victim is seq:
                 return False
         return True
-
-    def _preempt(self, draft: Draft, seq: Sequence) -> None:
-        self._take_blocks(seq)
-        draft.preempted = True
 
     def _take_blocks(self, seq: Sequence) -> None:
         """It starts over behind the same tokens, usually from its own cached blocks."""
@@ -286,7 +282,8 @@ class Scheduler:
             victim = self._running[-1]
             if victim is seq or victim.last_step == draft.step_id:
                 return 0
-            self._preempt(draft, victim)
+            self._take_blocks(victim)
+            draft.preempted = True
 
     def _add_row(self, draft: Draft, seq: Sequence, count: int) -> None:
         """Put a sequence's next ``count`` tokens, all known to the host and covered by blocks, into the step."""
@@ -403,24 +400,34 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> list[SequenceOutput]:
         """Take in the result of a launched step; returns what its sequences say, in the step's order."""
-        draft = self._launched.pop(result.step_id, None)
-        if draft is None:
+        if result.step_id not in self._launched:
             raise ValueError(f"no step {result.step_id} is outstanding")
-        batch = draft.batch
-        self._budget.cost.observe(len(draft.decode), batch.area, batch.mean_context, result.duration_s)
-        outputs: list[SequenceOutput] = []
-        for row in draft.launched:
-            if row.seq.status is not Status.FINISHED:
-                output = self._settle(row, result)
-                if output is not None:
-                    outputs.append(output)
-        return outputs
+        draft = self._launched.pop(result.step_id)
+        cost, batch = self._budget.cost, draft.batch
+        cost.observe(len(draft.decode), batch.area, batch.mean_context, result.duration_s)
+        return [
+            output
+            for row in draft.launched
+            if row.seq.status is not Status.FINISHED and (output := self._settle(row, result)) is not None
+        ]
 
     def _settle(self, row: LaunchedRow, result: StepResult) -> SequenceOutput | None:
         seq = row.seq
-        error = result.failed.get(seq.seq_id)
         sampled = result.sampled.get(seq.seq_id)
         seq.num_in_flight -= row.samples
+        is_plain = seq.is_steady and row.epoch == seq.epoch and row.samples and not seq.group.unforked
+        if is_plain and sampled is not None and not (result.failed or result.refused):
+            seq.num_confirmed = row.end
+            if row.end // self._kv.block_size > seq.num_committed:
+                self._kv.commit(seq)
+            output = seq.take_steady(sampled)  # nearly every row, so none of the questions below is asked
+            self._generation_tokens += 1
+            if seq.account is not None:
+                seq.account.balance -= 1
+            if output.finish_reason is not None:
+                self._drop(seq)
+            return output
+        error = result.failed.get(seq.seq_id)
         if row.epoch < seq.void_epoch:
             return None
         if seq.seq_id in result.refused:
@@ -460,7 +467,7 @@ class Scheduler:
         seq.epoch += 1
         seq.void_epoch = seq.epoch
         seq.num_faults += 1
-        seq.is_isolated = True
+        seq.is_isolated, seq.is_steady = True, False
         self._isolated.append(seq)
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs = [None]
@@ -468,9 +475,10 @@ class Scheduler:
     def _take_token(self, seq: Sequence, sampled: SampledToken) -> SequenceOutput:
         seq.take_token(sampled.token_id)
         if seq.is_isolated:
-            self._rejoin(seq)
-        if seq.is_replay:
-            self._end_replay(seq)
+            seq.is_isolated = False
+            self._isolated.remove(seq)
+        self._num_replays -= seq.is_replay
+        seq.is_replay = False
         self._generation_tokens += not seq.wants_hidden
         if seq.account is not None:
             seq.account.balance -= 1
@@ -478,14 +486,6 @@ class Scheduler:
         if reason is not None:
             self._drop(seq)
         return seq.sampled_output(sampled, reason)
-
-    def _end_replay(self, seq: Sequence) -> None:
-        seq.is_replay = False
-        self._num_replays -= 1
-
-    def _rejoin(self, seq: Sequence) -> None:
-        seq.is_isolated = False
-        self._isolated.remove(seq)
 
     def _ready_siblings(self, seq: Sequence) -> None:
         """Once the leader has computed the prompt but for the last token, the others may fork from it."""
@@ -505,9 +505,11 @@ class Scheduler:
             self._waiting.remove(seq)
         seq.status = Status.FINISHED
         if seq.is_isolated:
-            self._rejoin(seq)
+            seq.is_isolated = False
+            self._isolated.remove(seq)
         if seq.is_replay:
-            self._end_replay(seq)
+            seq.is_replay = False
+            self._num_replays -= 1
         self._waiting.close_account(seq)
         self._num_sequences -= 1
         group = seq.group
@@ -516,8 +518,8 @@ class Scheduler:
             group.unforked.remove(seq)
         if not group.sequences:
             del self._groups[group.request.id]
-        elif seq is group.leader:
-            self._promote(group)
+        if seq is group.leader:
+            self._promote(group)  # without siblings, it breaks the circle of group and leader
 
     def _promote(self, group: RequestGroup) -> None:
         """The leader is gone: if siblings still wait for the prompt, the first of them computes it."""
@@ -552,8 +554,7 @@ class Scheduler:
         """
         if self._launched:
             raise RuntimeError("pools cannot be resized while a step is outstanding")
-        self._watermark = tuple(math.ceil(self._config.watermark * n) for n in num_blocks)
-        self._blocked = None
+        self._watermark, self._blocked = tuple(math.ceil(self._config.watermark * n) for n in num_blocks), None
         return self._kv.resize(num_blocks, self._running)
 
     def set_admission(self, is_open: bool) -> None:

@@ -51,6 +51,7 @@ class Sequence:
         void_epoch: results of rows launched in epochs below this one are worth nothing.
         num_faults: how often this sequence's logits were not finite.
         is_isolated: it computes everything anew, in steps of its own, until it has sampled a token.
+        is_steady: it has sampled a token, and was not isolated since: its next one is nothing but a token.
         limit: prompt and output tokens at most.
         tables: per layer group, block ids of its positions in order.
         trimmed: per layer group, leading blocks that left the window (null in the table).
@@ -72,6 +73,7 @@ class Sequence:
         "is_announced",
         "is_isolated",
         "is_replay",
+        "is_steady",
         "last_step",
         "limit",
         "num_committed",
@@ -124,6 +126,7 @@ class Sequence:
         self.epoch = self.void_epoch = 0
         self.num_faults = 0
         self.is_isolated = False
+        self.is_steady = False
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.table_tuples: tuple[tuple[int, ...], ...] | None = None
         self.trimmed = [0] * num_groups
@@ -185,15 +188,36 @@ class Sequence:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the tokens known so far are the last ones, if they are."""
-        if len(self.token_ids) > self.num_prompt_tokens and self.token_ids[-1] in self.stop_token_ids:
+        token_ids = self.token_ids
+        count = len(token_ids)
+        if token_ids[-1] in self.stop_token_ids and count > self.num_prompt_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
+        return FinishReason.LENGTH if count >= self.limit else None
 
     def sampled_output(self, sampled: SampledToken, finish_reason: FinishReason | None) -> SequenceOutput:
         """The output of a sampled token; of a hidden state, where that is wanted, and no token then."""
-        token_ids = [] if self.wants_hidden else [sampled.token_id]
         logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
+        token_ids = [] if self.wants_hidden else [sampled.token_id]
+        self.is_steady = not self.wants_hidden  # from here on: what is said once is said with this one
         return self.output(token_ids, logprobs, finish_reason, hidden=sampled.hidden)
+
+    def take_steady(self, sampled: SampledToken) -> SequenceOutput:
+        """``take_token`` and its output in one, for a sequence that is steady."""
+        token_id, token_ids, reason = sampled.token_id, self.token_ids, None
+        token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
+        if token_id in self.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(token_ids) >= self.limit:
+            reason = FinishReason.LENGTH
+        return SequenceOutput(
+            request_id=self.group.request.id,
+            index=self.index,
+            token_ids=[token_id],
+            logprobs=[] if sampled.logprobs is None else [sampled.logprobs],
+            finish_reason=reason,
+        )
 
     def output(
         self,

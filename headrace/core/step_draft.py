@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.core.prefill_batch import PrefillBatch
 from headrace.core.sequence import Sequence
 from headrace.core.step import BlockCopy, ScheduledRow
 
 
-@dataclass(slots=True)
-class LaunchedRow:
-    """What is needed to understand a row's result."""
+class LaunchedRow(msgspec.Struct, frozen=True, gc=False):
+    """What is needed to understand a row's result. (A struct for the same reason as ``ScheduledRow``.)"""
 
     seq: Sequence
     epoch: int
