@@ -6,6 +6,7 @@ measures every number of streams and stops it, so an idle server never takes par
 table gives medians over the repetitions. A failed request counts as zero tokens and is listed.
 
     python benchmarks/serving_cpu.py --model FOLDER --peer 'NAME=COMMAND --port {port} {model}' --json out.json
+    … --cell 1:2:1800 --cell 4:8:1800 --cell 1:1:7000     streams, requests, words of a prompt: 2k and 8k tokens
 
 benchmarks/README.md says how to install the peers and what the figures mean.
 """
@@ -34,12 +35,23 @@ HEADRACE = "{python} -m headrace.cli.main serve {model} --port {port} --served-m
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured: (streams, requests) cells, and the requests' shape."""
+class Cell:
+    """So many concurrent streams, requests in all, and words in each prompt."""
 
-    cells: tuple[tuple[int, int], ...]
+    streams: int
+    requests: int
+    words: int
+
+    def __str__(self) -> str:
+        return f"{self.streams} streams, {self.words} words"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    cells: tuple[Cell, ...]
     repetitions: int
-    prompt_words: int
     output_tokens: int
     seed: int
     startup_timeout_s: float
@@ -48,11 +60,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One cell of one repetition; ``fault`` when the server did not come up."""
+    """One cell of one repetition; ``fault``, and no cell, when the server did not come up."""
 
     name: str
     repetition: int
-    streams: int
+    cell: Cell | None
     summary: Summary | None
     result: LoadResult | None
     server_cores: float | None
@@ -88,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", default="1,8,32", help="numbers of concurrent streams")
     add("--requests", default="4,16,32", help="requests for each of them, in all")
     add("--repetitions", type=int, default=3)
-    add("--prompt-words", type=int, default=40, help="1500 are about 2k tokens, 6000 about 8k")
+    add("--prompt-words", type=int, default=40, help="1800 are about 2k tokens, 7000 about 8k")
+    add("--cell", action="append", metavar="STREAMS:REQUESTS:WORDS", help="instead of --streams, --requests")
     add("--output-tokens", type=int, default=32)
     add("--seed", type=int, default=int(time.time()), help="of the prompts; a new one each run by default")
     add("--blas", metavar="FILE", help="LD_PRELOADed into every peer: the same BLAS for all")
@@ -135,10 +148,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     requests = [int(word) for word in arguments.requests.split(",")]
     if len(streams) != len(requests):
         sys.exit("--streams and --requests must have the same length")
+    words = arguments.prompt_words
+    cells = [Cell(*pair, words) for pair in zip(streams, requests, strict=True)]
+    if arguments.cell:
+        cells = [Cell(*map(int, word.split(":"))) for word in arguments.cell]
     return Plan(
-        tuple(zip(streams, requests, strict=True)),
+        tuple(cells),
         arguments.repetitions,
-        arguments.prompt_words,
         arguments.output_tokens,
         arguments.seed,
         arguments.startup_timeout,
@@ -158,11 +174,8 @@ async def measure_turn(candidate: Candidate, plan: Plan, repetition: int, logs: 
             await warm_up(server, plan, model)
         except ServerDied as died:
             fault = f"{died}; see {logs / candidate.name}.log"
-            return [Measurement(candidate.name, repetition, 0, None, None, None, None, fault)]
-        return [
-            await measure_cell(candidate, server, plan, repetition, model, streams, requests)
-            for streams, requests in plan.cells
-        ]
+            return [Measurement(candidate.name, repetition, None, None, None, None, None, fault)]
+        return [await measure_cell(candidate, server, plan, repetition, model, cell) for cell in plan.cells]
 
 
 def _first_model(listing: bytes) -> str | None:
@@ -177,7 +190,8 @@ async def warm_up(server: RunningServer, plan: Plan, model: str) -> None:
     """Two short requests, tried again until the model has been loaded. Raises ServerDied."""
     deadline_s = time.monotonic() + plan.startup_timeout_s
     while True:
-        requests = chat_requests(model, 2, words=plan.prompt_words, output_tokens=4, seed=-1)
+        words = min(cell.words for cell in plan.cells)
+        requests = chat_requests(model, 2, words=words, output_tokens=4, seed=-1)
         result = await run_closed_loop(
             server.url, requests, 1, LoadOptions(silence_timeout_s=plan.startup_timeout_s)
         )
@@ -190,26 +204,26 @@ async def warm_up(server: RunningServer, plan: Plan, model: str) -> None:
 
 
 async def measure_cell(
-    candidate: Candidate, server: RunningServer, plan: Plan, repetition: int, model: str, streams: int, count: int
+    candidate: Candidate, server: RunningServer, plan: Plan, repetition: int, model: str, cell: Cell
 ) -> Measurement:
     # prompts depend on the repetition and the cell, not on the candidate: everybody gets the same ones
     prompts = chat_requests(
         model,
-        count,
-        words=plan.prompt_words,
+        cell.requests,
+        words=cell.words,
         output_tokens=plan.output_tokens,
-        seed=plan.seed + 1000 * repetition + streams,
+        seed=plan.seed + 1000 * repetition + cell.streams,
     )
     before = cpu_times(server.process.pid)
     options = LoadOptions(silence_timeout_s=plan.silence_timeout_s)
-    result = await run_closed_loop(server.url, prompts, streams, options)
+    result = await run_closed_loop(server.url, prompts, cell.streams, options)
     after = cpu_times(server.process.pid)
     server_cores = other_cores = None
     if before and after:
         server_cores = (after.server_s - before.server_s) / result.duration_s
         all_cores = (after.machine_s - before.machine_s) / result.duration_s
         other_cores = max(0.0, all_cores - server_cores - result.client_cpu_s / result.duration_s)
-    return Measurement(candidate.name, repetition, streams, summarize(result), result, server_cores, other_cores)
+    return Measurement(candidate.name, repetition, cell, summarize(result), result, server_cores, other_cores)
 
 
 # -- reporting -------------------------------------------------------------------------------------------
@@ -222,9 +236,7 @@ def _progress(m: Measurement) -> str:
     cores = (
         f", cores: server {m.server_cores:.1f}, others {m.other_cores:.1f}" if m.server_cores is not None else ""
     )
-    return (
-        f"#{m.repetition} {m.name} at {m.streams}: {m.summary.output_tokens_per_s or 0:.1f} tok/s{cores}{failed}"
-    )
+    return f"#{m.repetition} {m.name}, {m.cell}: {m.summary.output_tokens_per_s or 0:.1f} tok/s{cores}{failed}"
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -234,6 +246,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 COLUMNS = (
     ("streams", 8),
+    ("words", 7),
     ("tok/s", 9),
     ("range", 16),
     ("ratio", 8),
@@ -246,23 +259,24 @@ COLUMNS = (
 def table(candidates: Sequence[Candidate], plan: Plan, measurements: Sequence[Measurement]) -> str:
     """Medians over the repetitions; the ratio is the first candidate's rate over a row's."""
     lines = [f"{'server':<14}" + "".join(f"{title:>{width}}" for title, width in COLUMNS)]
-    for streams, count in plan.cells:
+    for cell in plan.cells:
         first: float | None = None
         for candidate in candidates:
-            cell = [m for m in measurements if m.name == candidate.name and m.streams == streams]
-            summaries = [m.summary for m in cell if m.summary]
+            found = [m for m in measurements if m.name == candidate.name and m.cell == cell]
+            summaries = [m.summary for m in found if m.summary]
             rates = [s.output_tokens_per_s or 0.0 for s in summaries]
             rate = _median(rates)
             first = rate if candidate is candidates[0] else first
             failed = sum(sum(s.failed.values()) for s in summaries)
             values = (
-                str(streams),
+                str(cell.streams),
+                str(cell.words),
                 _figure(rate, ".1f"),
                 f"{min(rates):.1f}–{max(rates):.1f}" if rates else "–",
                 _figure(first / rate if first and rate else None, ".2f"),
                 _figure(_median([s.ttft_s.p50 for s in summaries]), ".2f", " s"),
-                _figure(_median([_tokens_per_cpu_s(m) for m in cell]), ".1f"),
-                f"{failed}/{count * len(summaries)}",
+                _figure(_median([_tokens_per_cpu_s(m) for m in found]), ".1f"),
+                f"{failed}/{cell.requests * len(summaries)}",
             )
             widths = (width for _, width in COLUMNS)
             row = "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
@@ -289,7 +303,7 @@ def _failures(measurements: Sequence[Measurement]) -> list[str]:
             lines.append(f"#{m.repetition} {m.name}: {m.fault}")
         for sample in m.result.samples if m.result else ():
             if sample.failure:
-                lines.append(f"#{m.repetition} {m.name} at {m.streams}: {sample.failure}: {sample.detail}")
+                lines.append(f"#{m.repetition} {m.name}, {m.cell}: {sample.failure}: {sample.detail}")
     return lines
 
 
