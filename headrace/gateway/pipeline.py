@@ -10,6 +10,7 @@ handler's own task. Leaving the ``async with`` block, for whatever reason, abort
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -26,6 +27,8 @@ from headrace.text.tokenizer import Tokenizer
 
 ACCEPTANCE_WAIT_S = 2.0
 """A streaming answer begins after this long even when the worker has not said yes (it may be restarting)."""
+BUSY_ACCEPTANCE_WAIT_S = 15.0
+"""The same while a worker steps: it answers between two steps, however long one takes on a busy machine."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -120,7 +123,7 @@ class Pipeline:
                 runs.append(
                     PromptRun(engine_request, first_index, request.text, request.received_at, self._shared)
                 )
-            await _all_accepted(runs)
+            await _all_accepted(runs, self._shared.engine)
             generation = Generation(request.id, runs, self._shared.engine)
             self._running[request.id] = generation
             yield generation
@@ -205,13 +208,17 @@ def _engine_requests(request: GenerationRequest, cache_salt: str) -> list[Engine
     ]
 
 
-async def _all_accepted(runs: list[PromptRun]) -> None:
-    try:
-        async with asyncio.timeout(ACCEPTANCE_WAIT_S):
-            for run in runs:
-                await run.accepted()
-    except TimeoutError:
-        pass
+async def _all_accepted(runs: list[PromptRun], engine: EngineClient) -> None:
+    began = time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(ACCEPTANCE_WAIT_S):
+                for run in runs:
+                    await run.accepted()
+            return
+        except TimeoutError:
+            if engine.state().status != "ready" or time.monotonic() - began > BUSY_ACCEPTANCE_WAIT_S:
+                return
 
 
 async def _merged(runs: list[PromptRun]) -> AsyncGenerator[list[Event], None]:

@@ -163,9 +163,7 @@ def test_no_engine_is_503(api: Api, status: str, stream: bool) -> None:
     assert api.metrics.rejections == ["not_ready"]
 
 
-def test_a_late_refusal_is_an_error_event(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_module, "ACCEPTANCE_WAIT_S", 0.01)
-
+def late_refusal(api: Api) -> httpx.Response:
     async def scene() -> httpx.Response:
         from headrace.gateway.streams import SlotStream
 
@@ -176,7 +174,18 @@ def test_a_late_refusal_is_an_error_event(api: Api, monkeypatch: pytest.MonkeyPa
         stream.fail(QueueFull("the queue is full"))
         return await task
 
-    answer = parse_stream(api.run(scene()))
+    return api.run(scene())
+
+
+def test_a_busy_workers_refusal_is_a_429_before_the_stream(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "ACCEPTANCE_WAIT_S", 0.01)
+    assert late_refusal(api).status_code == 429
+
+
+def test_a_late_refusal_is_an_error_event(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_module, "ACCEPTANCE_WAIT_S", 0.01)
+    monkeypatch.setattr(pipeline_module, "BUSY_ACCEPTANCE_WAIT_S", 0.01)
+    answer = parse_stream(late_refusal(api))
     assert answer.error is not None
     assert answer.error["code"] == "queue_full"
     assert not answer.done
