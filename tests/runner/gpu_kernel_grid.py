@@ -42,7 +42,7 @@ RUNS: tuple[tuple[tuple[int, ...], int | None], ...] = (
     (LONG, None),
     (LONG, 512),
 )
-SPLIT = 2  # stands for "as many as the context allows"
+SPLIT = 2  # stands for the most that there can be
 _AXES: dict[str, tuple[object, ...]] = {
     "dtype": ("bfloat16", "float16", "float32"),
     "ratio": (1, 2, 3, 4, 5, 6, 7, 8, 12, 16),
@@ -98,8 +98,10 @@ def cases(form: Case) -> Iterator[Case]:
 
 def run_form(kernel: PagedDecodeKernel, form: Case) -> list[str]:
     """What is wrong with a form's cases."""
-    # As few blocks as possible keep the device busy: one split; or more than there are: the most splits.
+    # As few blocks as possible keep the device busy: one split; or more than there are, however little each reads:
+    # the most splits, empty ones too.
     paged_decode.BUSY_BLOCKS = 0 if form.splits == 1 else 1 << 20
+    paged_decode.MIN_SPLIT_ELEMENTS = 1
     faults = []
     for case in cases(form):
         try:
@@ -122,8 +124,8 @@ def run_grid(seconds: float, report: Callable[[str], None], part: int = 0, jobs:
     """All faults of every ``jobs``-th form from ``part`` on, and one line for each that was not reached."""
     kernel = PagedDecodeKernel.for_device()
     assert kernel is not None
-    chosen, start, busy = forms(), time.monotonic(), paged_decode.BUSY_BLOCKS
-    chosen = chosen[part::jobs]
+    chosen, start = forms()[part::jobs], time.monotonic()
+    usual = paged_decode.BUSY_BLOCKS, paged_decode.MIN_SPLIT_ELEMENTS
     report(f"{len(chosen)} forms, {compilations(chosen)} compilations")
     faults: list[str] = []
     try:
@@ -141,7 +143,7 @@ def run_grid(seconds: float, report: Callable[[str], None], part: int = 0, jobs:
             for line in found:
                 report(f"    {line}")
     finally:
-        paged_decode.BUSY_BLOCKS = busy
+        paged_decode.BUSY_BLOCKS, paged_decode.MIN_SPLIT_ELEMENTS = usual
     report(f"{len(faults)} faults, {time.monotonic() - start:.0f} s")
     return faults
 

@@ -56,6 +56,15 @@ def test_what_the_kernel_takes() -> None:
     assert "value vectors of 36" in str(refusal(replace(LLAMA, value_dim=36)))
 
 
+def test_a_context_is_split_alike_packed_or_not() -> None:
+    forms = [
+        Form.of(replace(LLAMA, bits=bits), 32, 32, CUDA_FLOATS, has_sinks=False, has_softcap=False)
+        for bits in (None, 8, 4)
+    ]
+    for rows, context, expected in ((1, 32, 1), (1, 2048, 8), (8, 8192, 8), (32, 8192, 2), (128, 8192, 1)):
+        assert {form.splits(rows, context) for form in forms} == {expected}
+
+
 @pytest.mark.parametrize("floats", [CUDA_FLOATS, METAL_FLOATS])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
     if form.heads % layer.kv_heads:
         return f"{form.heads} query heads cannot share {layer.kv_heads} KV heads evenly"
     # Few rows split the context, many do not: both kernels of the form run.
-    mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 900, 33, 700, 1]
+    mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 2100, 33, 700, 1]
     for lengths in (mixed, [1 + 37 * row % 211 for row in range(96)]):
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5

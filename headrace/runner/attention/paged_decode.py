@@ -20,9 +20,9 @@ from headrace.runner.layer_view import LayerView
 
 # Thread blocks that keep a large GPU busy; the context is split until there are about this many.
 BUSY_BLOCKS = 512
-# Keys and values that a block reads at least: less is not worth the second kernel, which costs the host as much as
-# any other.
-MIN_SPLIT_BYTES = 128 * 1024
+# Elements of keys and values that a block reads at least, packed or not (they cost the same work): less is not
+# worth the second kernel, which costs the host as much as any other.
+MIN_SPLIT_ELEMENTS = 64 * 1024
 MAX_SPLITS = 64
 MAX_QUERIES_PER_BLOCK = 8
 # Widest key or value vector: beyond it one query alone fills the registers.
@@ -94,8 +94,8 @@ class Form:
     def splits(self, rows: int, context: int) -> int:
         """How often ``context`` positions are split, for enough blocks."""
         blocks = rows * self.heads // self.queries_per_block
-        per_head = self.layer.bytes_per_token // self.layer.kv_heads
-        most = max(1, min(MAX_SPLITS, context * per_head // MIN_SPLIT_BYTES))
+        elements = context * (self.layer.key_dim + self.layer.value_dim)
+        most = max(1, min(MAX_SPLITS, elements // MIN_SPLIT_ELEMENTS))
         return min(most, max(1, -(-BUSY_BLOCKS // blocks)))
 
 
