@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from live_server import LiveServer, live_server, spread
 
 CLOSE_CALL = 0.05
@@ -153,9 +155,10 @@ async def killer(server: LiveServer, kills: int, seed: int, tally: Tally) -> Non
         phase = "running" if await server.is_ready() else "loading"
         tally.kills[phase] = tally.kills.get(phase, 0) + 1
         tally.kill_times.append(time.monotonic())
-        worker.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # an earlier kill may have been noticed meanwhile
+            worker.kill()
         if number % 4 == 0:  # the others are killed whenever, also while they load
-            await asyncio.to_thread(worker.wait, 5)
+            await asyncio.to_thread(worker.wait, 60)
             await server.until_restarted(restarts)
             tally.restarts_s.append(time.monotonic() - tally.kill_times[-1])
         if (number + 1) % 50 == 0:
@@ -170,9 +173,11 @@ async def chaos(server: LiveServer, args: argparse.Namespace) -> dict[str, Any]:
     tally, stop = Tally(), asyncio.Event()
     began = time.monotonic()
     clients = [asyncio.create_task(client(server, known, i, tally, stop)) for i in range(args.streams)]
-    await killer(server, args.kills, args.seed, tally)
-    stop.set()
-    await asyncio.gather(*clients)
+    try:
+        await killer(server, args.kills, args.seed, tally)
+    finally:
+        stop.set()
+        await asyncio.gather(*clients)
     stats = await server.until_idle()
     status = await server.get("/v1/status")
     return {
