@@ -179,6 +179,18 @@ def test_many_small_tiles(
              window=window).check(sinks=sinks)  # fmt: skip
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_one_query_over_many_positions(bits: int | None, scattered: bool) -> None:
+    """Above and below the number of scores from which on the compiled exponential is used."""
+    shape = LayerShape(0, 2, 64, 64, mx.float32, bits)
+    for end in (2047, 2048, 2049, 3000):
+        case = Case(shape, [end], [1], heads=4, head_major=True, scattered=scattered)
+        case.check()
+        case.queries = case.queries * 300
+        assert np.isfinite(np.array(paged_attention(case.queries, case.view, case.scale, None))).all()
+
+
 def test_large_scores_and_equal_keys() -> None:
     """Exponentials relative to the largest score: nothing overflows, nothing becomes NaN."""
     for head_major in (True, False):
