@@ -293,6 +293,7 @@ class _Server:
     async def _announce(self, client: WorkerClient) -> None:
         """One line when the model first answers: where, and something to paste. Before it, a length cut short."""
         await client.first_ready.wait()
+        settle_collector()
         ready = client.state().ready
         if ready is not None and "model_len_lowered" in ready.plan:
             print(f"Note: {ready.plan['model_len_lowered']}")

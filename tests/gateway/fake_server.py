@@ -1,11 +1,13 @@
 """The real server process around the worker without a model and a small application.
 
-Argument: ServerConfig as JSON. ``GET /health``; ``POST /generate`` with {id, max_tokens, seed, marks} streams a
-token id per line (and ``padding`` dashes in front of the next), then ``end`` or ``error STATUS``.
+Argument: ServerConfig as JSON. ``GET /health``; ``GET /frozen``, how many objects the collector leaves out;
+``POST /generate`` with {id, max_tokens, seed, marks} streams a token id per line (and ``padding`` dashes in front
+of the next), then ``end`` or ``error STATUS``.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -64,6 +66,8 @@ def make_app(config: ServerConfig, client: WorkerClient, metrics: Metrics) -> An
         if scope["path"] == "/health":
             healthy = client.state().status in ("ready", "restarting")
             await answer(send, 200 if healthy else 503, client.state().status.encode())
+        elif scope["path"] == "/frozen":
+            await answer(send, 200, str(gc.get_freeze_count()).encode())
         else:
             await generate(send, msgspec.json.decode(body))
 

@@ -111,6 +111,11 @@ def gone(process: psutil.Process) -> bool:
     return True
 
 
+def test_what_lives_as_long_as_the_server_is_not_collected_over_and_over(start: Any) -> None:
+    server = start().ready()
+    assert int(httpx.get(f"{server.url}/frozen").text) > 10_000
+
+
 def test_ready_line_health_and_a_clean_stop(start: Any, tmp_path: Path) -> None:
     server = start().ready()
     assert httpx.get(f"{server.url}/health").status_code == 200
