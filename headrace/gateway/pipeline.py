@@ -217,7 +217,10 @@ async def _all_accepted(runs: list[PromptRun], engine: EngineClient) -> None:
                     await run.accepted()
             return
         except TimeoutError:
-            if engine.state().status != "ready" or time.monotonic() - began > BUSY_ACCEPTANCE_WAIT_S:
+            if (
+                engine.state().status not in ("ready", "silent")
+                or time.monotonic() - began > BUSY_ACCEPTANCE_WAIT_S
+            ):
                 return
 
 
