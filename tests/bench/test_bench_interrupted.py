@@ -36,7 +36,13 @@ def interrupted_after(requests: int, words: Sequence[str]) -> tuple[int, str, st
 
     with scripted_thread(script_of, ROUTES) as (url, log):
         command = [*BENCH, "--url", url, "--warmup", "0", "--format", "json", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_ctrl_c,
+        )
         try:
             await_requests(log, requests + 1)
             process.send_signal(signal.SIGINT)
@@ -45,6 +51,11 @@ def interrupted_after(requests: int, words: Sequence[str]) -> tuple[int, str, st
             process.kill()
             process.wait()
     return process.returncode, out, err
+
+
+def heed_ctrl_c() -> None:
+    """What a shell starts in the background, these tests too, ignores the signal, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def await_requests(log: Log, count: int) -> None:

@@ -57,7 +57,9 @@ def test_help_and_version_need_neither_model_nor_network(server_room: ServerRoom
             assert "Traceback" not in done.stderr
 
 
-VALUES = {"N": "1", "X": "0.5", "MIB": "64", "JSON": "{}", "FILE": __file__, "PATH": "/x", "ORIGIN": "http://x"}
+VALUES = {
+    "N": "1", "X": "0.5", "MIB": "64", "JSON": "{}", "FILE": __file__, "PATH": "/x", "ORIGIN": "http://x", "URL": "http://x",
+}  # fmt: skip
 
 
 def test_every_flag_of_the_help_is_taken(server_room: ServerRoom) -> None:
