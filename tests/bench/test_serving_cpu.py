@@ -32,7 +32,7 @@ def test_two_servers_interleaved(tmp_path: Path) -> None:
     good, bad = f"good={{python}} {STUB} {{port}}", f"bad={{python}} {STUB} {{port}} 6"
     done = benchmark(tmp_path, "--peer", good, "--peer", bad, *shape)
     report = json.loads((tmp_path / "out.json").read_text())
-    cells = [(m["name"], m["repetition"], m["streams"]) for m in report["measurements"]]
+    cells = [(m["name"], m["repetition"], m["cell"]["streams"]) for m in report["measurements"]]
     assert cells == [
         *[("good", 0, 1), ("good", 0, 4), ("bad", 0, 1), ("bad", 0, 4)],
         *[("bad", 1, 1), ("bad", 1, 4), ("good", 1, 1), ("good", 1, 4)],
@@ -40,7 +40,7 @@ def test_two_servers_interleaved(tmp_path: Path) -> None:
     for measurement in report["measurements"]:
         summary = measurement["summary"]
         failed = sum(summary["failed"].values())
-        assert failed == (2 if measurement["name"] == "bad" and measurement["streams"] == 4 else 0)
+        assert failed == (2 if measurement["name"] == "bad" and measurement["cell"]["streams"] == 4 else 0)
         assert summary["output_tokens"] == 4 * summary["completed"]
         assert summary["completed"] + failed == len(measurement["result"]["samples"])
     assert done.returncode == 1 and "4/16" in done.stdout and "status: 503" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import select
 import subprocess
 import sys
@@ -83,8 +84,9 @@ def terminal(*words: str, environment: Mapping[str, str]) -> Iterator[Terminal]:
 
 
 def _take_terminal() -> None:
-    """Make standard input the controlling terminal, so that its Ctrl-C is a signal."""
+    """Make standard input the controlling terminal, so that its Ctrl-C is a signal, and heed it."""
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what a shell starts in the background
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
