@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import select
+import signal
 import subprocess
 import sys
 import time
