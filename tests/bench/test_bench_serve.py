@@ -60,7 +60,9 @@ def check_figures(cell: dict[str, Any]) -> None:
     prompts = sum(sample["prompt_tokens"] for sample in good)
     times = [sample["text_times_s"] for sample in good]
     tpot = [
-        (sample["text_times_s"][-1] - sample["text_times_s"][0]) / (sample["output_tokens"] - 1) for sample in good
+        (sample["text_times_s"][-1] - sample["text_times_s"][0]) / (sample["output_tokens"] - 1)
+        for sample in good
+        if len(sample["text_times_s"]) > 1  # on a busy machine all tokens may come in one event
     ]
     assert figures["completed"] == len(good)
     assert sum(figures["failed"].values()) == len(cell["samples"]) - len(good)
