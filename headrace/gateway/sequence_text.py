@@ -241,14 +241,20 @@ class SequenceText:
 
     def _are_covered(self, count: int) -> bool:
         """Whether so many tokens are covered. Those that are stand before those that are not."""
+        return len(self._waiting) >= count and self._is_whole(count - 1)
+
+    def _is_whole(self, place: int) -> bool:
+        """Whether a waiting token's text is all released, and an end could not add to it."""
         waiting = self._waiting
-        return len(waiting) >= count and waiting[count - 1].is_covered(self._released_chars)
+        if not waiting[place].is_covered(self._released_chars):
+            return False
+        return place < len(waiting) - 1 or not self._detokenizer.is_pending
 
     def _deliver(self, at_end: bool = False) -> list[Event]:
         """One delta of the released text and the tokens it covers; all tokens at the end."""
         token_ids: list[int] = []
         scored: list[ScoredToken] = []
-        while self._waiting and (at_end or self._waiting[0].is_covered(self._released_chars)):
+        while self._waiting and (at_end or self._is_whole(0)):
             token = self._waiting.popleft()
             token_ids.append(token.token_id)
             if token.logprobs is not None and token.start < self._released_chars:

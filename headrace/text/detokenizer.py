@@ -53,6 +53,11 @@ class IncrementalDetokenizer:
                 data = data.removeprefix(b" ")
         return self._decoder.decode(data)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether bytes of a character are waiting for more: an end would still add text to the newest token."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """The sequence ended: bytes of an unfinished character become one U+FFFD."""
         return self._decoder.decode(b"", final=True)

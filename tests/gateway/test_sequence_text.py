@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import scripted
 
@@ -66,6 +66,7 @@ def folded(tokenizer: Tokenizer, options: TextOptions, pieces: list[SequenceOutp
     interval=st.sampled_from([1, 2, 5, 100]),
     reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
 )
+@example([97, 240, 240, 97], [3], [], False, False, 0, 1, FinishReason.STOP)  # a broken character before the end
 def test_any_cut_gives_the_same_answer(
     tokenizer: Tokenizer,
     token_ids: list[int],
