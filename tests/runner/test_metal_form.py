@@ -51,7 +51,7 @@ def test_equals_the_definition(sample: ctypes.CDLL, index: int) -> None:
 @pytest.mark.parametrize(
     ("form", "first"),
     # The forms have one body and take turns; the sample above runs both.
-    [(FORMS[turn % len(FORMS)], first) for turn, first in enumerate(range(0, len(GRID), CHUNK))],
+    [(tuple(FORMS)[turn % len(FORMS)], first) for turn, first in enumerate(range(0, len(GRID), CHUNK))],
 )
 def test_the_grid_equals_the_definition(form: str, first: int, tmp_path: Path) -> None:
     chunk = GRID[first : first + CHUNK]
