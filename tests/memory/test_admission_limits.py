@@ -91,7 +91,7 @@ def test_the_queue_timeout_runs_until_the_first_step_and_no_further(serve: Serve
         assert whole.status == 504 and streamed.status in (200, 504)
         for _ in range(100):  # who has been scheduled is not in the queue any more, however long it runs
             assert "error" not in next(chunks)
-        assert server.metrics().running == 1 and server.metrics().waiting == 0
+        wait_until(lambda: (server.metrics().running, server.metrics().waiting) == (1, 0), 30, "one to run alone")
     server.wait_idle()
     server.client.check_control()
 
