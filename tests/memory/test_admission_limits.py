@@ -87,8 +87,7 @@ def test_the_queue_timeout_runs_until_the_first_step_and_no_further(serve: Serve
         for answer in (whole, streamed):
             assert answer.error is not None and answer.error["code"] == "queue_timeout"
             assert "1.5" in answer.message
-        # A stream begins when the worker has answered; on a busy machine the time may be over before that.
-        assert whole.status == 504 and streamed.status in (200, 504)
+        assert (whole.status, streamed.status) == (504, 200)
         for _ in range(100):  # who has been scheduled is not in the queue any more, however long it runs
             assert "error" not in next(chunks)
         wait_until(lambda: (server.metrics().running, server.metrics().waiting) == (1, 0), 30, "one to run alone")

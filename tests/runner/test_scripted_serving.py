@@ -140,11 +140,12 @@ def test_every_text_is_exact(scripted_folder: Callable[[str], Path], variant: st
 class Crowd:
     """Always 32 requests open: who ends or is cancelled is followed by the next one."""
 
-    OPEN, ALL = 32, 128
+    OPEN = 32
 
     def __init__(self, serving: Serving, variant: str, rng: random.Random) -> None:
         self.serving, self.rng = serving, rng
-        self.longest = 36 if variant == "swa64" else 90
+        # Outputs of the windowed model are short; it takes more of them until as many have been preempted.
+        self.longest, self.all = (36, 256) if variant == "swa64" else (90, 128)
         self.scripts: dict[str, tuple[str, int]] = {}
         self.outputs: dict[str, int] = {}
         self.cancelled: dict[str, int] = {}  # with how many tokens
@@ -156,7 +157,7 @@ class Crowd:
 
     def refill(self) -> None:
         still = [name for name in self.scripts if self.is_open(name)]
-        while len(still) < self.OPEN and len(self.scripts) < self.ALL:
+        while len(still) < self.OPEN and len(self.scripts) < self.all:
             still.append(self.add(f"r{len(self.scripts)}"))
         self.most_open = max(self.most_open, len(still))
         if still and self.rng.random() < 0.06:
@@ -213,8 +214,8 @@ def test_thirty_two_are_open_while_everything_is_preempted(
         crowd.refill()
     crowd.check()
     stats = serving.scheduler.stats()
-    assert crowd.most_open == Crowd.OPEN and len(crowd.scripts) == Crowd.ALL
-    assert stats.preemptions_total >= Crowd.OPEN // 4, "all the time, not once"
+    assert crowd.most_open == Crowd.OPEN and len(crowd.scripts) == crowd.all
+    assert stats.preemptions_total >= Crowd.OPEN, "all the time, not once"
     assert len(crowd.cancelled) >= 5 and max(crowd.cancelled.values()) > 0 == min(crowd.cancelled.values())
     # Without a prefix cache nothing but the further outputs of a request makes copies.
     assert serving.copies > 10
