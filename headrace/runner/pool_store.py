@@ -14,6 +14,7 @@ CUDA and Metal forms of one source. The Metal form has not been run on Metal; ``
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
+
+log = logging.getLogger("headrace.runner")
 
 THREADS = 128
 
@@ -86,10 +89,14 @@ class PoolStore:
         """The store of the default device if it writes in place, writes only what it should, and is ordered."""
         try:
             store = PoolStore.for_device()
-            return store if store is not None and _works(store) else None
-        except Exception:
+            if store is None or _works(store):
+                return store
+            fault = "it does not write what it should"
+        except Exception as error:
             # Whatever a compiler or driver says about a kernel, functional writes can serve.
-            return None
+            fault = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        log.warning("KV is not written in place, so steps wait for each other: %s", fault)
+        return None
 
     def write(
         self, pools: Sequence[mx.array], rows: Sequence[mx.array], slots: mx.array, mark: mx.array
