@@ -1,0 +1,123 @@
+"""C++ extensions of MLX, built on the user's machine the first time they are wanted.
+
+Operations that MLX has no hook for (attention of a whole batch on the CPU, replaying a recorded step on CUDA) are
+``mlx::core::Primitive`` classes in ``native/``, compiled against the headers that MLX's wheel carries and bound with
+nanobind in MLX's own domain, so that its arrays pass through. All of them are optional: without a compiler, Python's
+headers or nanobind the caller gets one line that says what is missing and keeps its slower way.
+
+A built library is kept in the cache folder under a hash of everything it depends on: its sources, the flags, MLX's
+and nanobind's versions, the Python it is for and the processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from headrace.core.machine import cpu_features, cpu_model
+from headrace.errors import StartupError
+from headrace.files import appearing, cache_folder, locked
+
+NATIVE = Path(__file__).parent / "native"
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-DNDEBUG")
+_BUILD_TIMEOUT_S = 300.0
+
+
+class ExtensionError(Exception):
+    """Why an extension is not there, in one line."""
+
+
+def load(name: str, sources: Sequence[str], *, flags: Sequence[str] = ()) -> ModuleType:
+    """The extension module ``name``, built when the cache has none. MLX must have been imported.
+
+    Args:
+        name: module name, as in the source's ``NB_MODULE``.
+        sources: files in ``native/``: translation units first; headers are only hashed.
+        flags: further compiler flags.
+
+    Raises ExtensionError when something is missing, the compiler fails, or the module does not load.
+    """
+    files = [NATIVE / source for source in sources]
+    try:
+        folder = cache_folder("extensions")
+        identity = _identity(name, files, flags)
+        target = folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+        if not target.exists():
+            with locked(folder), appearing(target) as built:
+                if not target.exists():
+                    _compile(built, [file for file in files if file.suffix == ".cpp"], flags)
+        return _import(name, target)
+    except subprocess.CalledProcessError as error:
+        raise ExtensionError(f"the compiler failed: {_first_error(error.stderr)}") from error
+    except (OSError, subprocess.SubprocessError, StartupError, ImportError) as error:
+        raise ExtensionError(" ".join(str(error).split())[:200]) from error
+
+
+def _identity(name: str, files: Sequence[Path], flags: Sequence[str]) -> str:
+    versions = [f"{package} {_version(package)}" for package in ("mlx", "mlx-cuda-12", "mlx-cuda-13", "nanobind")]
+    parts = [name, *_FLAGS, *flags, *versions, sys.version, cpu_model(), cpu_features()]
+    return "\n".join([*parts, *(file.read_text() for file in files)])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise ExtensionError("g++ is missing")
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ExtensionError(
+            f"Python's headers are missing (on Debian or Ubuntu: apt-get install python{version}-dev)"
+        )
+    nanobind = _package("nanobind")
+    if nanobind is None:
+        raise ExtensionError("nanobind is missing (pip install nanobind)")
+    mlx = _mlx_folder()
+    includes = [mlx / "include", nanobind / "include", nanobind / "ext/robin_map/include", python]
+    command = [compiler, *_FLAGS, *flags, *(f"-I{folder}" for folder in includes), *map(str, units)]
+    command += [str(nanobind / "src/nb_combined.cpp"), f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target)]
+    subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True)
+
+
+def _mlx_folder() -> Path:
+    """Where MLX's headers and library are: the package is one folder that several distributions fill."""
+    spec = importlib.util.find_spec("mlx")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (Path(place) / "include/mlx/primitives.h").exists() and (Path(place) / "lib").is_dir():
+            return Path(place)
+    raise ExtensionError("MLX's headers are missing")
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _import(name: str, file: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _first_error(output: str | None) -> str:
+    lines = (output or "").splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no output")[:200]
