@@ -1,9 +1,9 @@
 """C++ extensions of MLX, built on the user's machine the first time they are wanted.
 
 Operations that MLX has no hook for (attention of a whole batch on the CPU, replaying a recorded step on CUDA) are
-``mlx::core::Primitive`` classes in ``native/``, compiled against the headers that MLX's wheel carries and bound with
-nanobind in MLX's own domain, so that its arrays pass through. All of them are optional: without a compiler, Python's
-headers or nanobind the caller gets one line that says what is missing and keeps its slower way.
+``mlx::core::Primitive`` classes in ``native/``, compiled against the headers that MLX's wheel carries and bound
+with nanobind in MLX's own domain, so that its arrays pass through. All of them are optional: without a compiler,
+Python's headers or nanobind the caller gets one line that says what is missing and keeps its slower way.
 
 A built library is kept in the cache folder under a hash of everything it depends on: its sources, the flags, MLX's
 and nanobind's versions, the Python it is for and the processor.
