@@ -14,7 +14,7 @@ from headrace.api.models import json_response
 from headrace.api.request_scope import key_name
 from headrace.api.services import services
 from headrace.errors import NotReady
-from headrace.gateway.memory_report import memory_report
+from headrace.gateway.memory_report import block_counts, memory_report, prefix_cache_report
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -93,17 +93,8 @@ async def cache_stats(request: Request) -> Response:
     return json_response(
         {
             "block_size": state.ready.block_size if state.ready else None,
-            "blocks": {
-                "total": stats.blocks_total,
-                "held": stats.blocks_held,
-                "cached": stats.blocks_cached,
-                "free": stats.blocks_total - stats.blocks_held - stats.blocks_cached,
-            },
-            "prefix_cache": {
-                "enabled": house.config.engine.enable_prefix_cache,
-                "queried_tokens": stats.prefix_queries_total,
-                "hit_tokens": stats.prefix_hits_total,
-            },
+            "blocks": block_counts(stats),
+            "prefix_cache": prefix_cache_report(stats, enabled=house.config.engine.enable_prefix_cache),
             "preemptions": stats.preemptions_total,
         }
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.gateway.service import EngineState
+from headrace.worker.protocol import EngineStats
 
 _LAST_ROW = "budget"
 Plan = Mapping[str, int | float | str]
@@ -58,6 +59,21 @@ def memory_report(state: EngineState) -> dict[str, Any] | None:
             }
             for group in stats.groups
         ],
+    }
+
+
+def block_counts(stats: EngineStats) -> dict[str, int]:
+    """Blocks of all layer groups together: ``total`` is the sum of the others."""
+    free = stats.blocks_total - stats.blocks_held - stats.blocks_cached
+    return {"total": stats.blocks_total, "held": stats.blocks_held, "cached": stats.blocks_cached, "free": free}
+
+
+def prefix_cache_report(stats: EngineStats, *, enabled: bool) -> dict[str, object]:
+    """Prompt tokens looked up in the prefix cache, and those found there."""
+    return {
+        "enabled": enabled,
+        "queried_tokens": stats.prefix_queries_total,
+        "hit_tokens": stats.prefix_hits_total,
     }
 
 

@@ -23,7 +23,7 @@ from headrace.api.services import Services, services
 from headrace.api.sse import STREAM_HEADERS, EventStream
 from headrace.errors import NotReady
 from headrace.gateway.live import Point
-from headrace.gateway.memory_report import memory_report
+from headrace.gateway.memory_report import block_counts, memory_report, prefix_cache_report
 from headrace.gateway.pipeline import OpenRequest
 from headrace.gateway.service import EngineState
 
@@ -96,18 +96,8 @@ def status_body(house: Services, point: Point) -> dict[str, object]:
         },
         "models": models_body(house),
         "memory": memory_report(state),
-        "kv": {
-            "block_size": None if ready is None else ready.block_size,
-            "total": stats.blocks_total,
-            "held": stats.blocks_held,
-            "cached": stats.blocks_cached,
-            "free": stats.blocks_total - stats.blocks_held - stats.blocks_cached,
-        },
-        "prefix_cache": {
-            "enabled": house.config.engine.enable_prefix_cache,
-            "queried_tokens": stats.prefix_queries_total,
-            "hit_tokens": stats.prefix_hits_total,
-        },
+        "kv": {"block_size": None if ready is None else ready.block_size, **block_counts(stats)},
+        "prefix_cache": prefix_cache_report(stats, enabled=house.config.engine.enable_prefix_cache),
         "in_flight": num_in_flight(house),
     }
 
