@@ -47,11 +47,12 @@ struct Product {
 
 // -- sharing work ------------------------------------------------------------------------------------------
 
-using Piece = void (*)(const Product&, int first, int last);
+using Piece = void (*)(const void* task, int first, int last);
 
-// The job in hand: the range 0…size, cut every `step`. Written by the caller, and only while no helper is inside.
+// The job in hand: the range 0…size, cut every `step`. Written by the caller, and only while no helper is inside;
+// so the task itself may live on the caller's stack.
 struct Job {
-  Product product;
+  const void* task;
   Piece piece;
   int size, step;
 } job;
@@ -80,7 +81,7 @@ inline void relax() {
 
 void take_pieces() {
   for (int first; (first = next_start.fetch_add(job.step)) < job.size;)
-    job.piece(job.product, first, std::min(first + job.step, job.size));
+    job.piece(job.task, first, std::min(first + job.step, job.size));
 }
 
 bool idle(uint32_t seen, int spins) {
@@ -102,12 +103,12 @@ void helper_main() {
   }
 }
 
-void share(const Product& product, Piece piece, int size, int step) {
+void share(const void* task, Piece piece, int size, int step) {
   if (helpers == 0 || step >= size || taken.exchange(true)) {
-    piece(product, 0, size);
+    piece(task, 0, size);
     return;
   }
-  job = {product, piece, size, step};
+  job = {task, piece, size, step};
   next_start.store(0);
   open.store(true);
   generation.fetch_add(1);
@@ -116,6 +117,13 @@ void share(const Product& product, Piece piece, int size, int step) {
   open.store(false);
   for (int i = 0; inside.load() != 0; i++) i < kSpins ? relax() : std::this_thread::yield();
   taken.store(false);
+}
+
+template <void (*Compute)(const Product&, int, int)>
+void share(const Product& product, int size, int step) {
+  share(
+      &product, [](const void* task, int first, int last) { Compute(*static_cast<const Product*>(task), first, last); },
+      size, step);
 }
 
 // -- x · wᵀ: c[m, n] = Σ_k a[m, k] · b[n, k], weights b with one output per line ---------------------------
@@ -383,13 +391,13 @@ int pack_step(const Product& p, int width) {
 
 void by_weights(Product& p) {
   if (p.m == 1) {
-    share(p, one_row, p.n, columns_step(p));
+    share<one_row>(p, p.n, columns_step(p));
     return;
   }
   int width = (p.m + kLanes - 1) / kLanes * kLanes;
   p.packed = scratch(size_t(width) * p.k);
-  share(p, pack, p.k, pack_step(p, width));
-  share(p, many_rows, p.n, columns_step(p));
+  share<pack>(p, p.k, pack_step(p, width));
+  share<many_rows>(p, p.n, columns_step(p));
 }
 
 int base_step(int size) {
@@ -411,6 +419,16 @@ void headrace_sgemm_start(Sgemm sgemm, int threads) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+// For other native code of the process, so that its work is done by the same threads: calls piece(task, first, last)
+// for the whole range 0…size, cut every `step`, and returns when all of it is done. Any part, or all, may run on the
+// calling thread.
+void headrace_parallel(const void* task, void (*piece)(const void*, int, int), int size, int step) {
+  if (size > 0) share(task, piece, size, std::max(step, 1));
+}
+
+// Threads that may take part, the caller's included.
+int headrace_threads() { return helpers + 1; }
+
 // Products x · wᵀ of more rows are left to base. May be called between products.
 void headrace_sgemm_rows(int most) { most_rows = most; }
 
@@ -429,9 +447,9 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
   } else if (int64_t(m) * n * k < kSerialProduct) {
     base_rows(p, 0, m);
   } else if (n >= m) {
-    share(p, base_columns, n, base_step(n));
+    share<base_columns>(p, n, base_step(n));
   } else {
-    share(p, base_rows, m, base_step(m));
+    share<base_rows>(p, m, base_step(m));
   }
 }
 
