@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "A chat with a server: headrace serve on this machine, or any OpenAI-compatible URL. Without a terminal, "
-    "standard input is one message and its answer is printed. The key also comes from HEADRACE_API_KEY or, with "
-    "--base-url, OPENAI_API_KEY. /help in the chat lists its commands."
+    "standard input is one message and its answer is printed. Without --api-key, a server on this machine gets "
+    "the key in HEADRACE_API_KEY, any other the one in OPENAI_API_KEY. /help in the chat lists its commands."
 )
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
             f"unexpected {positional[0]!r}: chat talks to a running server; start it with headrace serve MODEL"
         )
     values = collect(given)
-    endpoint = _endpoint(values, os.environ)
+    endpoint = choose_endpoint(values, os.environ)
     from headrace.cli.chat_session import Conversation
     from headrace.cli.settings import section
 
@@ -74,19 +74,28 @@ def run(argv: Sequence[str]) -> int:
     return converse(endpoint, conversation, fold=fold)
 
 
-def _endpoint(values: Mapping[str, object], environment: Mapping[str, str]) -> Endpoint:
+def choose_endpoint(values: Mapping[str, object], environment: Mapping[str, str]) -> Endpoint:
+    """The server that the flags name, with the key meant for it. Raises UsageError: a key no header can carry."""
     from headrace.cli.chat_http import Endpoint
 
     url = str(values.get("chat.url", _DEFAULT_URL))
-    from headrace.cli.keys import read_keys
-
-    known = read_keys((), None, {"HEADRACE_API_KEY": environment.get("HEADRACE_API_KEY", "")})
-    key = values.get("chat.key") or (known[0].secret if known else None)
-    if not key and "chat.url" in values:
-        key = environment.get("OPENAI_API_KEY")
+    key = values.get("chat.key") or _key_for(url, environment)
     if key and not (str(key).isascii() and str(key).isprintable()):
         raise UsageError("the API key has characters that a header cannot carry")
     return Endpoint(url, str(key) if key else None, float(str(values.get("chat.timeout", 300))))
+
+
+def _key_for(url: str, environment: Mapping[str, str]) -> str | None:
+    """The key that the environment has for this host; none goes to a host that it is not for."""
+    from headrace.cli.chat_http import key_variable
+    from headrace.cli.keys import read_keys
+
+    variable = key_variable(url)
+    given = environment.get(variable, "")
+    if variable == "OPENAI_API_KEY":
+        return given or None
+    known = read_keys((), None, {variable: given})  # may be NAME:KEY, as the server reads it
+    return known[0].secret if known else None
 
 
 def _first_model(endpoint: Endpoint) -> str:

@@ -7,6 +7,7 @@ closed, by which a server knows that nobody listens any more. No redirects and n
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import ssl
 from collections.abc import Generator, Iterator, Mapping
@@ -23,6 +24,19 @@ _PIECE_BYTES = 65536
 
 class ChatFault(HeadraceError):
     """No answer, or a refusal; one line for a person."""
+
+
+def key_variable(url: str) -> str:
+    """The environment's variable with a key for this URL's host: ours for this machine, OpenAI's for any other.
+
+    This machine is ``localhost`` and loopback addresses; no name is looked up.
+    """
+    host = str(urlsplit(url).hostname)
+    try:
+        is_here = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_here = host == "localhost"
+    return "HEADRACE_API_KEY" if is_here else "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +129,7 @@ class Endpoint:
         said = _message(response.read(65536)) or response.reason
         if response.status == 401:
             return (
-                f"the server wants a key ({said}): give --api-key"
+                f"the server wants a key ({said}): give --api-key, or set {key_variable(self.url)}"
                 if not self.key
                 else f"the key is wrong ({said})"
             )

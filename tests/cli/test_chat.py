@@ -17,6 +17,7 @@ from chat_stub import Cut, running, said
 from chat_terminal_driver import CHAT, HANG_S, Terminal, terminal
 from support.server import Serve, wait_until
 
+from headrace.cli.chat import choose_endpoint
 from headrace.cli.chat_http import ChatFault, Endpoint
 from headrace.cli.chat_session import Answer, Conversation, Delta
 
@@ -70,21 +71,56 @@ def test_a_pipe_gets_the_answer_and_nothing_else(home: dict[str, str]) -> None:
 
 def test_the_first_model_and_the_url_as_clients_write_it(home: dict[str, str]) -> None:
     with running(echo, models=("first", "second")) as stub:
-        env = {**home, "OPENAI_API_KEY": "from-env"}
-        assert piped(b"hi", "--url", stub.url + "/v1/", env=env).stdout == b"<1: hi>\n"
-        assert stub.headers[0]["authorization"] == "Bearer from-env"
+        assert piped(b"hi", "--url", stub.url + "/v1/", env=home).stdout == b"<1: hi>\n"
         assert piped(b"hi", "--base-url", stub.url + "/deep/v1", env=home).stdout == b"<2: hi>\n"
-        piped(b"hi", "--base-url", stub.url, env={**env, "HEADRACE_API_KEY": "alice:ours"})
-    assert [body["model"] for body in stub.bodies] == ["first", "first", "first"]
+    assert [body["model"] for body in stub.bodies] == ["first", "first"]
     assert stub.paths[3] == "/deep/v1/chat/completions"
-    assert "authorization" not in stub.headers[1]
-    assert stub.headers[2]["authorization"] == "Bearer ours"  # as the server reads this variable
+
+
+def test_a_server_on_this_machine_gets_its_own_key_and_no_other(home: dict[str, str]) -> None:
+    with running(echo) as stub:
+        for env in (
+            {},
+            {"OPENAI_API_KEY": "theirs"},
+            {"OPENAI_API_KEY": "theirs", "HEADRACE_API_KEY": "alice:ours"},
+        ):
+            assert piped(b"hi", "--base-url", stub.url, env={**home, **env}).returncode == 0
+    sent = [headers.get("authorization") for headers in stub.headers]
+    assert sent == [None, None, "Bearer ours"]  # without the name, as the server reads this variable
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        (None, "ours"),
+        ("http://localhost:9/v1", "ours"),
+        ("http://LOCALHOST", "ours"),
+        ("http://127.8.7.6:9", "ours"),
+        ("https://[::1]:9/v1", "ours"),
+        ("https://api.openai.com/v1", "theirs"),
+        ("http://127.0.0.1.example.com", "theirs"),
+        ("http://localhost.example.com", "theirs"),
+        ("http://127.0.0.1@example.com", "theirs"),
+        ("http://192.168.1.5:8000", "theirs"),
+        ("http://[2001:db8::1]:8000", "theirs"),
+    ],
+)
+def test_which_key_of_the_environment_a_host_gets(url: str | None, key: str) -> None:
+    environment = {"HEADRACE_API_KEY": "alice:ours", "OPENAI_API_KEY": "theirs"}
+    values: dict[str, object] = {} if url is None else {"chat.url": url}
+    assert choose_endpoint(values, environment).key == key
+    assert choose_endpoint({**values, "chat.key": "flag"}, environment).key == "flag"
+    del environment["HEADRACE_API_KEY" if key == "ours" else "OPENAI_API_KEY"]
+    assert choose_endpoint(values, environment).key is None  # the other one does not take its place
 
 
 @pytest.mark.parametrize(
     ("answer", "said_why"),
     [
-        ((401, {"error": {"message": "no key"}}), "the server wants a key (no key): give --api-key"),
+        (
+            (401, {"error": {"message": "no key"}}),
+            "the server wants a key (no key): give --api-key, or set HEADRACE_API_KEY",
+        ),
         ((404, {"detail": "Not Found"}), "/v1/chat/completions: Not Found"),
         ((429, {"error": "busy\nnow"}), "429: busy now"),
         ((500, {}), "500: "),
