@@ -42,6 +42,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.step_graphs import StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 
@@ -72,7 +73,10 @@ class HeadraceStep:
         pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu(), store=store)
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
-        self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options)
+        self.graphs = (
+            StepGraphs.for_device(8 << 30) if os.environ.get("HEADRACE_STEP_GRAPHS", "1") != "0" else None
+        )
+        self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs)
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
         self.handle: Any = None

@@ -44,6 +44,7 @@ from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
+from headrace.runner.step_graphs import StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
@@ -57,6 +58,7 @@ log = logging.getLogger("headrace.runner")
 
 Progress = Callable[[str, float], None]
 # MLX keeps freed buffers for reuse; without a bound they can grow to several times the live memory.
+STEP_GRAPH_BYTES = 1 << 30
 BUFFER_CACHE_BYTES = {"cpu": 256 << 20, "metal": 1 << 30, "cuda": 2 << 30}
 
 
@@ -131,6 +133,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         prepared.vocab_size,
         options,
         GrammarMasks(grammars, prepared.vocab_size),
+        StepGraphs.for_device(STEP_GRAPH_BYTES),
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
     return BuiltRunner(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -40,6 +41,7 @@ from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
+from headrace.runner.step_graphs import StepGraphs
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -117,6 +119,7 @@ class ModelRunner:
         vocab_size: width of the logits.
         options: see ``RunnerOptions``.
         grammars: makes masks for rows with a grammar; None: there are no such rows.
+        graphs: recordings of the decode forward, where it is compiled and writes in place; None: no recordings.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class ModelRunner:
         vocab_size: int,
         options: RunnerOptions,
         grammars: GrammarMasks | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._grammars = grammars
@@ -149,6 +153,7 @@ class ModelRunner:
         self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
         self._hidden: dict[int, tuple[mx.array, int]] = {}  # likewise, see ``StepHandle``
         self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
+        self._graphs = graphs if options.compile and pool.in_place else None
 
     @property
     def compiled(self) -> bool:
@@ -276,6 +281,8 @@ class ModelRunner:
         """Pools of ``num_blocks`` usable blocks per group; blocks move as ``KVPool.resize`` says."""
         assert self._running is None and self._pending is None, "a step is outstanding"
         self._newest = None
+        if self._graphs is not None:
+            self._graphs.clear()
         self._pool.resize([count + 1 for count in num_blocks], moves)
         self.forget_except(set())
 
@@ -376,13 +383,22 @@ class ModelRunner:
             logits = self._forward(tokens[:, None], batch)[:, 0]
             self._forwards.append([logits])
             return tokens, logits
-        groups = [_gather_arrays(group) for group in batch.groups]
-        pool = self._pool
-        logits, pool.changes = self._decode_forward(
-            pool.state, pool.marks, tokens, batch.offsets, batch.ends, groups
-        )
+        arrays = [tokens, batch.offsets, batch.ends]
+        arrays += [array for group in batch.groups for array in _gather_arrays(group)]
+        run = self._decode_compiled if self._graphs is None else partial(self._graphs.run, self._decode_compiled)
+        logits, self._pool.changes = run(arrays, self._pool.marks)
         self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
+
+    def _decode_compiled(
+        self, arrays: Sequence[mx.array], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The compiled forward over ``tokens, offsets, ends`` and the groups' arrays; logits and changes."""
+        assert self._decode_forward is not None
+        tokens, offsets, ends, *rest = arrays
+        groups = list(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
+        logits, changes = self._decode_forward(self._pool.state, marks, tokens, offsets, ends, groups)
+        return logits, changes
 
     def _decode_parts(self, rows: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
         """The forwards that the rows need."""

@@ -36,17 +36,19 @@ class ExtensionError(Exception):
     """Why an extension is not there, in one line."""
 
 
-def load(name: str, sources: Sequence[str], *, flags: Sequence[str] = ()) -> ModuleType:
+def load(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), include: str = "") -> ModuleType:
     """The extension module ``name``, built when the cache has none. MLX must have been imported.
 
     Args:
         name: module name, as in the source's ``NB_MODULE``.
         sources: files in ``native/``: translation units first; headers are only hashed.
         flags: further compiler flags.
+        include: folder in ``native/`` whose headers come before all others; may be empty.
 
     Raises ExtensionError when something is missing, the compiler fails, or the module does not load.
     """
     files = [NATIVE / source for source in sources]
+    flags = [*([f"-I{NATIVE / include}"] if include else []), *flags]
     try:
         folder = cache_folder("extensions")
         identity = _identity(name, files, flags)

@@ -1,0 +1,163 @@
+"""Decode steps recorded once per bucket of shapes and replayed: on CUDA the host then launches one graph a step.
+
+Building a step through MLX costs the host some ten microseconds for each of its hundreds of operations, every
+step, which is more than a GPU needs to run them. ``native/step_graph.cpp`` keeps the CUDA graph that MLX has built
+for one step, and the buffers it touches; a replay copies new inputs into those buffers and launches it.
+
+A bucket goes through four stages, a step each, so that what is seldom used costs nothing and nothing unchecked is
+used: the first two steps run as ever (tracing, measuring kernels, filling caches), the third is recorded while it
+runs, the fourth runs both ways and is compared bit for bit, and from then on steps are replayed. Running a step a
+second time is harmless: it writes the same keys and values to the same slots.
+
+A recording keeps all its intermediate arrays. Together they are bounded (the memory plan counts the bound); the
+recording that was not used for the longest time goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.runner.native_extension import ExtensionError, load
+
+log = logging.getLogger("headrace.runner")
+
+# The step's inputs, then the marks its writes come after -> logits, the marks of its writes.
+Forward = Callable[[Sequence[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+_Key = tuple[tuple[int, ...], ...]
+_RECORD_AT = 3
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One bucket of shapes. ``graph``: its recording; ``nbytes``: what it keeps; ``trusted``: it was compared."""
+
+    steps: int = 0
+    graph: Any = None
+    nbytes: int = 0
+    trusted: bool = False
+    refused: bool = False
+
+
+class StepGraphs:
+    """The recordings of one model's decode forward.
+
+    Args:
+        native: the extension module of ``step_graph.cpp``.
+        limit_bytes: what all recordings may keep together.
+    """
+
+    def __init__(self, native: ModuleType, limit_bytes: int) -> None:
+        self._native = native
+        self._limit_bytes = limit_bytes
+        self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()
+        self.replayed = 0
+
+    @staticmethod
+    def for_device(limit_bytes: int) -> StepGraphs | None:
+        """Recordings on a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
+        if mx.default_device() != mx.gpu or mx.metal.is_available():
+            return None
+        sources = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
+        try:
+            native = load("headrace_step_graph", sources, include="cuda_names")
+        except ExtensionError as error:
+            log.warning("decode steps are not recorded, which costs the host time: %s", error)
+            return None
+        return StepGraphs(native, limit_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """What the recordings keep."""
+        return sum(bucket.nbytes for bucket in self._buckets.values())
+
+    def clear(self) -> None:
+        """Forget all recordings; needed before anything they refer to (pools, weights) is replaced."""
+        self._buckets.clear()
+
+    def run(
+        self, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """One step: ``forward(inputs, marks)``, by replay where a recording is there.
+
+        Logits may be a lazy float32 array where ``forward`` gives another type. They must be evaluated, with
+        whatever else reads them, before the next step of the same bucket is.
+        """
+        key = tuple(array.shape for array in inputs)
+        bucket = self._buckets.setdefault(key, _Bucket())
+        self._buckets.move_to_end(key)
+        bucket.steps += 1
+        if bucket.trusted:
+            self.replayed += 1
+            return self._replay(bucket, inputs, marks)
+        if bucket.refused or bucket.steps < _RECORD_AT:
+            return forward(inputs, marks)
+        if bucket.graph is None:
+            return self._record(bucket, forward, inputs, marks)
+        return self._compare(bucket, forward, inputs, marks)
+
+    def _replay(
+        self, bucket: _Bucket, inputs: Sequence[mx.array], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        after = list({id(mark): mark for mark in marks}.values())
+        logits, mark = self._native.replay(bucket.graph, list(inputs), after)
+        # The recording's own buffer is written again by the next replay.
+        copied = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits + 0.0
+        return copied, [mark] * len(marks)
+
+    def _record(
+        self, bucket: _Bucket, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        fixed = [array + mx.zeros_like(array) for array in inputs]
+        zero = mx.zeros((1,), mx.int32)
+        mx.eval(fixed, zero, marks)
+        before = mx.get_active_memory()
+        graph = self._native.StepGraph()
+        graph.begin()
+        try:
+            logits, after = forward(fixed, marks)
+            mx.eval(self._native.mark(graph, [logits, *after]), logits, after)
+        finally:
+            graph.end()
+        result = logits + mx.zeros_like(logits)
+        mx.eval(result)
+        if graph.error:
+            self._refuse(bucket, graph.error)
+        else:
+            graph.bind(fixed, [logits], zero)
+            bucket.graph = graph
+            bucket.nbytes = max(0, mx.get_active_memory() - before)
+            self._make_room(bucket)
+        return result, after
+
+    def _compare(
+        self, bucket: _Bucket, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        logits, after = forward(inputs, marks)
+        mx.eval(logits, after)
+        replayed, _ = self._replay(bucket, inputs, after)
+        if mx.array_equal(replayed, logits.astype(mx.float32), equal_nan=True).item():
+            bucket.trusted = True
+            log.debug("decode step recorded: %d kernels, %d bytes", bucket.graph.nodes, bucket.nbytes)
+        else:
+            self._refuse(bucket, "its logits are not those of the step")
+        return logits, after
+
+    def _refuse(self, bucket: _Bucket, why: str) -> None:
+        log.warning("a decode step is not replayed: %s", why)
+        bucket.refused, bucket.graph, bucket.nbytes = True, None, 0
+
+    def _make_room(self, newest: _Bucket) -> None:
+        if newest.nbytes > self._limit_bytes:
+            self._refuse(newest, f"its arrays take {newest.nbytes} bytes, {self._limit_bytes} are planned")
+        for key, bucket in list(self._buckets.items()):
+            if self.nbytes <= self._limit_bytes:
+                return
+            if bucket is not newest and bucket.graph is not None:
+                del self._buckets[key]
