@@ -54,6 +54,34 @@ def unpacked(name: str, model: nn.Module) -> nn.Module:
     return plain
 
 
+def twin(name: str, model: nn.Module) -> nn.Module:
+    """A second model of the named shape over the arrays of ``model`` (16 bits)."""
+    module = importlib.import_module(f"mlx_lm.models.{SHAPES[name]['model_type']}")
+    other: nn.Module = module.Model(module.ModelArgs.from_dict(SHAPES[name]))
+    other.update(model.parameters())
+    return other
+
+
+def prefill_flops(name: str, model: nn.Module, start: int, tokens: int) -> float:
+    """Floating-point operations of a prefill of ``tokens`` tokens behind ``start`` earlier ones.
+
+    Two per weight and token (of experts those that a token chooses; the head at one position only, lookups are
+    free), and of causal attention two products of four operations per pair of positions that see each other.
+    """
+    config = SHAPES[name]
+    share = config["num_experts_per_tok"] / config["num_experts"] if "num_experts" in config else 1.0
+    total = 0.0
+    for path, value in tree_flatten(model.parameters()):
+        if "embed_tokens" in path or "lm_head" in path or value.ndim < 2:
+            continue
+        total += 2.0 * value.size * (share if "switch_mlp" in path else 1.0) * tokens
+    total += 2.0 * config["vocab_size"] * config["hidden_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    pairs = tokens * start + tokens * (tokens + 1) / 2
+    return total + 4.0 * pairs * heads * head_dim * config["num_hidden_layers"]
+
+
 def step_bytes(name: str, model: nn.Module, rows: int) -> int:
     """Bytes of weights that a decode step of ``rows`` rows reads at least, on average.
 
