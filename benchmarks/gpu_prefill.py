@@ -181,7 +181,10 @@ class Bench:
             if budget.is_over:
                 print(f"{name}: out of time", flush=True)
                 break
-            self.note(make())
+            try:
+                self.note(make())
+            except Exception as error:  # what a cell needs before it is timed may fail too
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
             gc.collect()
             mx.clear_cache()
         del self.peer, self.model, self.selector
