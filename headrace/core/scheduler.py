@@ -21,22 +21,23 @@ from __future__ import annotations
 import bisect
 import math
 
-from headrace.core.admission import DrainRate, WaitingQueue, check_sequences, too_long
+from headrace.core.admission import DrainRate, check_sequences, too_long
 from headrace.core.kv_cache_manager import KVCacheManager, PrefixHit
 from headrace.core.layout import KVLayout
 from headrace.core.prefill_batch import PrefillBatch
 from headrace.core.prefill_budget import PrefillBudget
+from headrace.core.roster import Roster
 from headrace.core.scheduler_types import Rejection, SchedulerConfig, SchedulerStats
 from headrace.core.sequence import RequestGroup, Sequence, Status
-from headrace.core.step import SampledToken, SchedulerOutput, StepResult
+from headrace.core.settling import Settling
+from headrace.core.step import SchedulerOutput, StepResult
 from headrace.core.step_draft import Blocked, Draft, LaunchedRow, decode_row, prompt_row
-from headrace.request import EngineRequest, FinishReason, SequenceOutput
+from headrace.request import EngineRequest, SequenceOutput
 
 __all__ = ["Rejection", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 MAX_MIXED_PREFILLS = 4  # long prompts under way up to which newcomers get every other prefill step
 LOOKUP_AGAIN_STEPS = 16
-MAX_FAULTS = 3  # a sequence is recomputed after at most this many steps without finite logits
 AWAITED_BLOCKS = 4  # wait for a prefix that is being computed if it saves at least this many blocks
 
 
@@ -52,19 +53,17 @@ class Scheduler:
         self._max_total = config.max_model_len if pool_tokens is None else min(config.max_model_len, pool_tokens)
         self._watermark = tuple(math.ceil(config.watermark * n) for n in num_blocks)
         self._budget = PrefillBudget(config.prefill_step_size, config.max_decode_stall_ms, layout.block_size)
-        self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # by order
-        self._groups: dict[str, RequestGroup] = {}
+        self._roster = Roster(self._kv)
+        self._waiting, self._running = self._roster.waiting, self._roster.running
+        self._settling = Settling(self._roster)
         self._launched: dict[int, Draft] = {}
         self._drain = DrainRate()
         self._blocked: Blocked | None = None  # set when blocks, not seats, ended the last admission
         self._newcomers_turn = False
-        self._isolated: list[Sequence] = []  # unfinished ones with is_isolated, by time of their fault
         self._was_alone = False
         self._is_open = True
         self._next_seq_id = self._steps = 0
-        self._num_sequences = self._num_replays = 0
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -85,19 +84,7 @@ class Scheduler:
                 continue
             seq = Sequence(self._next_seq_id, group, index, self._max_total, self._kv.num_groups)
             self._next_seq_id += 1
-            group.sequences[index] = seq
-            self._num_replays += seq.is_replay
-            self._waiting.open_account(seq)
-            if group.leader is None:
-                group.leader = seq
-                self._waiting.add_fresh(seq)
-            else:
-                seq.status = Status.UNFORKED
-                seq.prompt_logprobs = None
-                group.unforked.append(seq)
-        if group.sequences:
-            self._groups[request.id] = group
-            self._num_sequences += len(group.sequences)
+            self._roster.add(seq)
         return None
 
     def _rejection(self, request: EngineRequest, now: float) -> Rejection | None:
@@ -106,7 +93,7 @@ class Scheduler:
             return Rejection(
                 400, "invalid_prompt", "The prompt is empty: it must have at least one token.", "prompt"
             )
-        if request.id in self._groups:
+        if request.id in self._roster.groups:
             return Rejection(
                 400, "duplicate_request_id", f"A request with the id {request.id} is running already."
             )
@@ -138,17 +125,17 @@ class Scheduler:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request or one of its sequences: no further output, its blocks are free at once."""
-        group = self._groups.get(request_id)
+        group = self._roster.groups.get(request_id)
         if group is None:
             return
         # Siblings first: dropping the leader before them would promote each in turn.
         for seq in sorted(group.sequences.values(), key=lambda seq: seq is group.leader):
             if index is None or seq.index == index:
-                self._drop(seq)
+                self._roster.drop(seq)
 
     def has_work(self) -> bool:
         """Whether a sequence is unfinished or a launched step's result is awaited."""
-        return bool(self._groups or self._launched)
+        return bool(self._roster.groups or self._launched)
 
     def running_ids(self) -> list[str]:
         """Ids of requests with a running sequence, most urgent first."""
@@ -157,7 +144,7 @@ class Scheduler:
     def waiting_ids(self) -> list[str]:
         """Ids of requests of which no sequence runs."""
         running = set(self.running_ids())
-        return [request_id for request_id in self._groups if request_id not in running]
+        return [request_id for request_id in self._roster.groups if request_id not in running]
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -183,7 +170,7 @@ class Scheduler:
     def _schedule_together(self, draft: Draft, now: float) -> None:
         prefilling = self._schedule_decodes(draft)
         # After a worker's death every stream waits: what they had is computed again at full speed, not in turns.
-        draft.batch.open(decode_rows=0 if self._num_replays else len(draft.decode))
+        draft.batch.open(decode_rows=0 if self._roster.num_replays else len(draft.decode))
         if prefilling and self._newcomers_turn and len(prefilling) < MAX_MIXED_PREFILLS:
             self._admit(draft, now)
             self._continue_prefills(draft, prefilling)
@@ -197,7 +184,7 @@ class Scheduler:
 
     def _schedule_alone(self, draft: Draft, now: float) -> bool:
         """Make the step of an isolated sequence; False: none can be run now."""
-        for seq in self._isolated:
+        for seq in self._roster.isolated:
             if seq.num_in_flight:
                 continue
             draft.batch.open(decode_rows=0)
@@ -254,12 +241,7 @@ class Scheduler:
         return True
 
     def _take_blocks(self, seq: Sequence) -> None:
-        """It starts over behind the same tokens, usually from its own cached blocks."""
-        self._running.remove(seq)
-        self._kv.release(seq)
-        seq.epoch += 1
-        seq.status = Status.WAITING
-        self._waiting.add_resumed(seq)
+        self._roster.preempt(seq)
         self._preemptions += 1
 
     def _continue_prefills(self, draft: Draft, prefilling: list[Sequence]) -> None:
@@ -408,133 +390,8 @@ class Scheduler:
         return [
             output
             for row in draft.launched
-            if row.seq.status is not Status.FINISHED and (output := self._settle(row, result)) is not None
+            if row.seq.status is not Status.FINISHED and (output := self._settling.settle(row, result)) is not None
         ]
-
-    def _settle(self, row: LaunchedRow, result: StepResult) -> SequenceOutput | None:
-        seq = row.seq
-        sampled = result.sampled.get(seq.seq_id)
-        seq.num_in_flight -= row.samples
-        is_plain = seq.is_steady and row.epoch == seq.epoch and row.samples and not seq.group.unforked
-        if is_plain and sampled is not None and not (result.failed or result.refused):
-            seq.num_confirmed = row.end
-            if row.end // self._kv.block_size > seq.num_committed:
-                self._kv.commit(seq)
-            output = seq.take_steady(sampled)  # nearly every row, so none of the questions below is asked
-            self._generation_tokens += 1
-            if seq.account is not None:
-                seq.account.balance -= 1
-            if output.finish_reason is not None:
-                self._drop(seq)
-            return output
-        error = result.failed.get(seq.seq_id)
-        if row.epoch < seq.void_epoch:
-            return None
-        if seq.seq_id in result.refused:
-            self._drop(seq)
-            return seq.output([], [], FinishReason.ERROR, result.refused[seq.seq_id])
-        if error is not None and not seq.is_isolated and seq.num_faults < MAX_FAULTS:
-            self._isolate(seq)
-            return None
-        if error is None and row.samples and sampled is None:
-            error = "the step returned no token for this sequence"
-        if error is not None:
-            self._drop(seq)
-            return seq.output([], [], FinishReason.ERROR, error)
-        if row.epoch == seq.epoch:
-            seq.num_confirmed = row.end
-            if row.end // self._kv.block_size > seq.num_committed:
-                self._kv.commit(seq)
-        if seq.prompt_logprobs is not None and seq.seq_id in result.prompt_logprobs:
-            seq.take_prompt_logprobs(result.prompt_logprobs[seq.seq_id], row.start)
-        if seq.group.unforked:
-            self._ready_siblings(seq)
-        if sampled is None or not row.samples:
-            reason = seq.finish_reason() if row.end >= len(seq.token_ids) else None
-            if reason is None:
-                return None
-            self._drop(seq)
-            return seq.output([], [], reason)
-        return self._take_token(seq, sampled)
-
-    def _isolate(self, seq: Sequence) -> None:
-        """Start a sequence over, alone: nothing that it computed, or that was computed behind it, is believed."""
-        if seq.status is Status.RUNNING:
-            self._running.remove(seq)
-            self._kv.discard(seq)
-            seq.status = Status.WAITING
-            self._waiting.add_resumed(seq)
-        seq.epoch += 1
-        seq.void_epoch = seq.epoch
-        seq.num_faults += 1
-        seq.is_isolated, seq.is_steady = True, False
-        self._isolated.append(seq)
-        if seq.prompt_logprobs is not None:
-            seq.prompt_logprobs = [None]
-
-    def _take_token(self, seq: Sequence, sampled: SampledToken) -> SequenceOutput:
-        seq.take_token(sampled.token_id)
-        if seq.is_isolated:
-            seq.is_isolated = False
-            self._isolated.remove(seq)
-        self._num_replays -= seq.is_replay
-        seq.is_replay = False
-        self._generation_tokens += not seq.wants_hidden
-        if seq.account is not None:
-            seq.account.balance -= 1
-        reason = seq.finish_reason()
-        if reason is not None:
-            self._drop(seq)
-        return seq.sampled_output(sampled, reason)
-
-    def _ready_siblings(self, seq: Sequence) -> None:
-        """Once the leader has computed the prompt but for the last token, the others may fork from it."""
-        if seq is not seq.group.leader or seq.num_confirmed < seq.num_prompt_tokens - 1:
-            return
-        for sibling in seq.group.unforked:
-            if sibling.status is Status.UNFORKED:
-                sibling.status = Status.WAITING
-                self._waiting.add_resumed(sibling)
-
-    def _drop(self, seq: Sequence) -> None:
-        """The end of a sequence, in whatever state it is."""
-        if seq.status is Status.RUNNING:
-            self._running.remove(seq)
-            self._kv.release(seq)
-        elif seq.status is Status.WAITING:
-            self._waiting.remove(seq)
-        seq.status = Status.FINISHED
-        if seq.is_isolated:
-            seq.is_isolated = False
-            self._isolated.remove(seq)
-        if seq.is_replay:
-            seq.is_replay = False
-            self._num_replays -= 1
-        self._waiting.close_account(seq)
-        self._num_sequences -= 1
-        group = seq.group
-        del group.sequences[seq.index]
-        if seq in group.unforked:
-            group.unforked.remove(seq)
-        if not group.sequences:
-            del self._groups[group.request.id]
-        if seq is group.leader:
-            self._promote(group)  # without siblings, it breaks the circle of group and leader
-
-    def _promote(self, group: RequestGroup) -> None:
-        """The leader is gone: if siblings still wait for the prompt, the first of them computes it."""
-        unready = [seq for seq in group.unforked if seq.status is Status.UNFORKED]
-        group.leader = unready[0] if unready else None
-        if group.leader is None:
-            return
-        group.unforked.remove(group.leader)
-        group.leader.status = Status.WAITING
-        if group.request.params.prompt_logprobs is not None and not group.leader.is_announced:
-            group.leader.prompt_logprobs = [None]
-        if group.cached_tokens is None:
-            self._waiting.add_fresh(group.leader)
-        else:
-            self._waiting.add_resumed(group.leader)
 
     # -- memory pressure -----------------------------------------------------------------------------------
 
@@ -574,13 +431,13 @@ class Scheduler:
         pools = self._kv.pools
         return SchedulerStats(
             running=len(self._running),
-            waiting=self._num_sequences - len(self._running),
+            waiting=self._roster.num_sequences - len(self._running),
             blocks_total=sum(pool.num_blocks for pool in pools),
             blocks_held=sum(pool.num_held for pool in pools),
             blocks_cached=sum(pool.num_cached for pool in pools),
             steps_total=self._steps,
             prompt_tokens_total=self._prompt_tokens,
-            generation_tokens_total=self._generation_tokens,
+            generation_tokens_total=self._settling.generation_tokens,
             prefix_queries_total=self._prefix_queries,
             prefix_hits_total=self._prefix_hits,
             preemptions_total=self._preemptions,
@@ -594,7 +451,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise RuntimeError on any violated equation. For tests and idle moments: walks everything."""
         self._kv.check_integrity(self._running)
-        sequences = [seq for group in self._groups.values() for seq in group.sequences.values()]
-        check_sequences(sequences, self._num_sequences, self._running, self._waiting)
+        sequences = [seq for group in self._roster.groups.values() for seq in group.sequences.values()]
+        check_sequences(sequences, self._roster.num_sequences, self._running, self._waiting)
         if len(self._running) > self._config.max_num_seqs:
             raise RuntimeError(f"{len(self._running)} sequences run, at most {self._config.max_num_seqs} may")
