@@ -1,0 +1,178 @@
+// MLX operations over narrow weights (cpu_products.h): product(x, weights) and the weights of single outputs.
+//
+// Threads are those of sgemm.cpp, when that library was loaded for the whole process; else the stream's own thread
+// computes alone.
+
+#include <dlfcn.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <mlx/allocator.h>
+#include <mlx/array.h>
+#include <mlx/backend/cpu/encoder.h>
+#include <mlx/ops.h>
+#include <mlx/primitives.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "cpu_products.h"
+
+namespace nb = nanobind;
+namespace mx = mlx::core;
+
+namespace {
+
+void alone(const void* task, headrace::Piece piece, int size, int) { piece(task, 0, size); }
+
+headrace::Threads threads() {
+  static const auto run = reinterpret_cast<headrace::Parallel>(dlsym(RTLD_DEFAULT, "headrace_parallel"));
+  static const auto count = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "headrace_threads"));
+  return run && count ? headrace::Threads{run, count()} : headrace::Threads{alone, 1};
+}
+
+// Weights [outputs × inputs] in a form; `outputs` counts those of both halves when gated.
+struct Narrow {
+  headrace::Form form;
+  int inputs, outputs;
+
+  bool operator==(const Narrow& o) const {
+    return form.bits == o.form.bits && form.group == o.form.group && form.scale == o.form.scale &&
+           inputs == o.inputs && outputs == o.outputs;
+  }
+
+  size_t nbytes(bool gated) const {
+    const int strips = gated ? (outputs / 2 + headrace::kStrip - 1) / headrace::kStrip * 2
+                             : (outputs + headrace::kStrip - 1) / headrace::kStrip;
+    return size_t(strips) * form.strip_bytes(inputs);
+  }
+};
+
+Narrow narrow(int inputs, int outputs, int bits, int group, const std::string& scale) {
+  const bool known = scale == "float16" || scale == "bfloat16" || (scale == "float32" && bits != 16);
+  const bool grouped = (bits == 4 || bits == 8) && (group == 32 || group == 64 || group == 128) && inputs % group == 0;
+  if (!known || inputs < 1 || outputs < 1 || !(bits == 16 || grouped))
+    throw std::invalid_argument("no such form of narrow weights");
+  const auto kind = scale == "float16" ? headrace::kHalf : scale == "bfloat16" ? headrace::kBfloat : headrace::kFloat;
+  return {{bits, group, kind}, inputs, outputs};
+}
+
+class NarrowProduct : public mx::Primitive {
+ public:
+  NarrowProduct(mx::Stream stream, Narrow weights, bool gated)
+      : mx::Primitive(stream), weights_(weights), gated_(gated) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    const headrace::Product product{weights_.form,
+                                    in[1].data<uint8_t>(),
+                                    in.size() > 2 ? in[2].data<float>() : nullptr,
+                                    in[0].data<float>(),
+                                    out[0].data<float>(),
+                                    int(in[0].size() / weights_.inputs),
+                                    weights_.inputs,
+                                    weights_.outputs,
+                                    gated_};
+    encoder.dispatch([product]() { headrace::compute(product, threads()); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("narrow products are computed on the CPU");
+  }
+  const char* name() const override { return "NarrowProduct"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const NarrowProduct&>(other);
+    return weights_ == same.weights_ && gated_ == same.gated_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    mx::Shape shape = in[0].shape();
+    shape.back() = gated_ ? weights_.outputs / 2 : weights_.outputs;
+    return {shape};
+  }
+
+ private:
+  Narrow weights_;
+  bool gated_;
+};
+
+class NarrowRows : public mx::Primitive {
+ public:
+  NarrowRows(mx::Stream stream, Narrow weights) : mx::Primitive(stream), weights_(weights) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    encoder.dispatch([w = weights_, index = in[0].data<int32_t>(), bytes = in[1].data<uint8_t>(),
+                      to = out[0].data<float>(), count = in[0].size()]() {
+      for (size_t i = 0; i < count; i++) {
+        const int64_t output = index[i] < 0 ? int64_t(index[i]) + w.outputs : index[i];
+        headrace::widen_output(w.form, bytes, w.inputs, std::clamp<int64_t>(output, 0, w.outputs - 1),
+                               to + i * w.inputs);
+      }
+    });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("narrow weights are read on the CPU");
+  }
+  const char* name() const override { return "NarrowRows"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return weights_ == static_cast<const NarrowRows&>(other).weights_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    mx::Shape shape = in[0].shape();
+    shape.push_back(weights_.inputs);
+    return {shape};
+  }
+
+ private:
+  Narrow weights_;
+};
+
+void check(const mx::array& weights, const Narrow& form, bool gated) {
+  if (weights.dtype() != mx::uint8 || weights.size() != form.nbytes(gated) || (gated && form.outputs % 2))
+    throw std::invalid_argument("narrow weights do not have their form's size");
+}
+
+mx::array product(const mx::array& x, const mx::array& weights, const std::optional<mx::array>& bias, int outputs,
+                  int bits, int group, const std::string& scale, bool gated) {
+  const int inputs = x.ndim() ? x.shape(-1) : 0;
+  const Narrow form = narrow(inputs, outputs, bits, group, scale);
+  check(weights, form, gated);
+  if (bias && (bias->size() != size_t(outputs) || gated))
+    throw std::invalid_argument("the bias must have one value per output, and a gated product has none");
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  std::vector<mx::array> in = {mx::contiguous(mx::astype(x, mx::float32, stream), false, stream), weights};
+  if (bias) in.push_back(mx::contiguous(mx::astype(*bias, mx::float32, stream), false, stream));
+  mx::Shape shape = x.shape();
+  shape.back() = gated ? outputs / 2 : outputs;
+  return mx::array(shape, mx::float32, std::make_shared<NarrowProduct>(stream, form, gated), std::move(in));
+}
+
+mx::array rows(const mx::array& index, const mx::array& weights, int inputs, int outputs, int bits, int group,
+               const std::string& scale) {
+  const Narrow form = narrow(inputs, outputs, bits, group, scale);
+  check(weights, form, false);
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  mx::Shape shape = index.shape();
+  shape.push_back(inputs);
+  std::vector<mx::array> in = {mx::contiguous(mx::astype(index, mx::int32, stream), false, stream), weights};
+  return mx::array(shape, mx::float32, std::make_shared<NarrowRows>(stream, form), std::move(in));
+}
+
+}  // namespace
+
+NB_MODULE(headrace_cpu_products, m) {
+  m.def("product", &product, nb::arg("x"), nb::arg("weights"), nb::arg("bias").none(), nb::kw_only(),
+        nb::arg("outputs"), nb::arg("bits"), nb::arg("group"), nb::arg("scale"), nb::arg("gated") = false);
+  m.def("rows", &rows, nb::arg("index"), nb::arg("weights"), nb::kw_only(), nb::arg("inputs"), nb::arg("outputs"),
+        nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
+  m.def("threads", []() { return threads().count; });
+}

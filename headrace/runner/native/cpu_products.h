@@ -1,0 +1,404 @@
+// x · wᵀ on a CPU with weights that stay narrow in memory: a decode step of few rows is bound by the bytes it reads.
+//
+// Weights lie in strips of sixteen outputs, one after the other, each a single stream over k; a vector holds one k
+// of sixteen outputs, or two.
+//
+// - 16-bit weights: [k][16]. Widened in registers and multiplied into up to 24 rows, whose sums are registers; each
+//   sum is one chain of multiply-adds over k = 0, 1, 2, …
+// - Affine weights (scale · q + bias, q of 4 or 8 bits, a scale and a bias per group along k): per group
+//   [words][16] as MLX packs them along k, then scales [16] and biases [16]. x is rounded to 16-bit integers, once
+//   per product, with a scale of its own for each row and group: 128 times as fine as bfloat16. Products of integers
+//   are summed exactly, two a lane and instruction (AVX-512 VNNI: twice the rate of float32), then scaled:
+//   Σ_g sx_g · (s_g · Σ q·x + b_g · Σ x), one chain of multiply-adds over groups.
+//
+// So a row's result does not depend on how many rows there are, to the last bit. Rows are cut into bands whose sums
+// fit the registers; a strip stays in the cache while it meets all bands. Strips are shared out to threads.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "cpu_lanes.h"
+
+namespace headrace {
+
+#if defined(__AVX512F__)
+constexpr int kAffineRows = 12, kWideRows = 24;
+#elif defined(__aarch64__)
+constexpr int kAffineRows = 3, kWideRows = 6;
+#else
+constexpr int kAffineRows = 2, kWideRows = 4;
+#endif
+constexpr int kMostRows = std::max(kAffineRows, kWideRows);
+constexpr int kChunk = 40 * kAffineRows;        // rows prepared at a time: bounds the scratch
+constexpr int64_t kNearBytes = 384 * 1024;      // of rows that stay in a core's cache while weights pass by
+constexpr int64_t kPieceWork = 400'000;         // multiplications worth a piece
+
+enum Scale { kHalf, kBfloat, kFloat };
+
+// How weights are held. bits 16: no groups, `scale` tells float16 from bfloat16.
+struct Form {
+  int bits, group;
+  Scale scale;
+
+  int64_t group_bytes() const { return int64_t(group) * bits * 2 + 2 * kStrip * scale_bytes(); }
+  int scale_bytes() const { return scale == kFloat ? 4 : 2; }
+  int64_t strip_bytes(int inputs) const {
+    return bits == 16 ? int64_t(inputs) * 2 * kStrip : inputs / group * group_bytes();
+  }
+};
+
+// gated: weights have strips of a gate and of what it gates in turns; an output is silu(gate) · other.
+struct Product {
+  Form form;
+  const uint8_t* weights;
+  const float* bias;  // or null
+  const float* x;
+  float* out;
+  int rows, inputs, outputs;
+  bool gated;
+};
+
+using Piece = void (*)(const void* task, int first, int last);
+using Parallel = void (*)(const void* task, Piece piece, int size, int step);
+struct Threads {
+  Parallel run;
+  int count;
+};
+
+// -- rows, made ready -------------------------------------------------------------------------------------
+
+// Bands of a chunk of rows, as equal as can be. Values of a band lie as [k][row].
+struct Rows {
+  int count, bands;
+  int32_t* pairs;   // affine: two 16-bit integers each, [groups][pairs of a group][row]
+  float* scales;    // affine: [groups][row] …
+  float* sums;      // … and of the rounded values of a group, scaled
+  float* values;    // 16-bit weights: [k][row]
+
+  int start(int band) const { return band * (count / bands) + std::min(band, count % bands); }
+  int height(int band) const { return count / bands + (band < count % bands); }
+};
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Memory of the calling thread that lives until its next product.
+inline void* scratch(size_t bytes) {
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local size_t capacity = 0;
+  if (bytes > capacity) {
+    memory.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+    if (!memory) std::abort();
+    capacity = bytes;
+  }
+  return memory.get();
+}
+
+// 32 integers as 16 pairs, in the order in which words of 4- or 8-bit values are taken apart.
+template <int Bits>
+inline Ints paired(Ints a, Ints b) {
+  constexpr int H = kStrip;
+  Ints low, high;
+  if constexpr (Bits == 4) {
+    low = __builtin_shuffle(a, b, Ints{0, 1, 2, 3, 8, 9, 10, 11, H, H + 1, H + 2, H + 3, H + 8, H + 9, H + 10, H + 11});
+    high = __builtin_shuffle(
+        a, b, Ints{4, 5, 6, 7, 12, 13, 14, 15, H + 4, H + 5, H + 6, H + 7, H + 12, H + 13, H + 14, H + 15});
+  } else {
+    low = __builtin_shuffle(a, b, Ints{0, 1, 4, 5, 8, 9, 12, 13, H, H + 1, H + 4, H + 5, H + 8, H + 9, H + 12, H + 13});
+    high = __builtin_shuffle(
+        a, b, Ints{2, 3, 6, 7, 10, 11, 14, 15, H + 2, H + 3, H + 6, H + 7, H + 10, H + 11, H + 14, H + 15});
+  }
+  return (high << 16) | (low & 0xffff);
+}
+
+// One group of a row.
+template <int Bits>
+inline void round_group(const float* x, int group, int step, int32_t* pairs, float* scale, float* sum) {
+  Floats most = {};
+  for (int k = 0; k < group; k += kStrip) most = larger(most, magnitude(read<Floats>(x + k)));
+  float top = greatest(most);
+  if (top < 1e-30f) top = 0;  // so that its inverse is finite
+  const float inverse = top == 0 ? 0 : 32767.0f / top;
+  Ints total = {};
+  for (int k = 0; k < group; k += 2 * kStrip) {
+    const Ints a = rounded(read<Floats>(x + k) * inverse), b = rounded(read<Floats>(x + k + kStrip) * inverse);
+    total += a + b;
+    const Ints both = paired<Bits>(a, b);
+    for (int i = 0; i < kStrip; i++) pairs[(k / 2 + i) * step] = both[i];
+  }
+  int whole = 0;
+  for (int i = 0; i < kStrip; i++) whole += total[i];
+  *scale = top / 32767.0f;
+  *sum = float(whole) * *scale;
+}
+
+struct Preparation {
+  const Product& product;
+  const Rows& rows;
+  const float* x;
+};
+
+inline void prepare_row(const Preparation& p, int band, int row) {
+  const int start = p.rows.start(band), height = p.rows.height(band), inputs = p.product.inputs;
+  const float* x = p.x + int64_t(start + row) * inputs;
+  if (p.product.form.bits == 16) {
+    float* to = p.rows.values + int64_t(start) * inputs + row;
+    for (int k = 0; k < inputs; k++) to[int64_t(k) * height] = x[k];
+    return;
+  }
+  const int group = p.product.form.group, groups = inputs / group;
+  int32_t* pairs = p.rows.pairs + int64_t(start) * (inputs / 2) + row;
+  float* scales = p.rows.scales + int64_t(start) * groups + row;
+  float* sums = p.rows.sums + int64_t(start) * groups + row;
+  const auto round = p.product.form.bits == 4 ? round_group<4> : round_group<8>;
+  for (int g = 0; g < groups; g++)
+    round(x + int64_t(g) * group, group, height, pairs + int64_t(g) * (group / 2) * height, scales + g * height,
+          sums + g * height);
+}
+
+inline void prepare_bands(const void* task, int first, int last) {
+  const Preparation& p = *static_cast<const Preparation*>(task);
+  for (int band = first; band < last; band++)
+    for (int row = 0; row < p.rows.height(band); row++) prepare_row(p, band, row);
+}
+
+// -- a band by a strip ------------------------------------------------------------------------------------
+
+// What a kernel reads: weights of its strip, its band's rows; sums are [row][16].
+struct Tile {
+  const uint8_t* weights;
+  const int32_t* pairs;
+  const float *scales, *sums, *values;
+  Form form;
+  int inputs;
+};
+using Kernel = void (*)(const Tile& tile, Floats* sums);
+
+template <Scale S>
+inline Floats scale_at(const uint8_t* memory) {
+  if constexpr (S == kFloat)
+    return read<Floats>(memory);
+  else
+    return widened<S == kHalf>(memory);
+}
+
+template <int Rows, int Bits, Scale S>
+void affine(const Tile& tile, Floats* out) {
+  constexpr int kPairs = 16 / Bits;                                   // of a word
+  constexpr int kMask = Bits == 4 ? 0x000F000F : 0x00FF00FF;
+  constexpr int kChains = Rows >= 6 ? 1 : Rows >= 3 ? 2 : kPairs;     // integer sums may be cut at will
+  constexpr int kScaleBytes = S == kFloat ? 4 : 2;
+  Floats total[Rows] = {};
+  const uint8_t* w = tile.weights;
+  const int32_t* x = tile.pairs;
+  const int words = tile.form.group * Bits / 32, groups = tile.inputs / tile.form.group;
+  for (int g = 0; g < groups; g++) {
+    Ints sum[kChains][Rows] = {};
+    for (int word = 0; word < words; word++, w += 4 * kStrip) {
+      const Ints packed = read<Ints>(w);
+#pragma GCC unroll 4
+      for (int i = 0; i < kPairs; i++, x += Rows) {
+        const Ints q = Ints(Words(packed) >> (i * Bits)) & kMask;
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; r++) sum[i % kChains][r] = dot(q, Ints{} + x[r], sum[i % kChains][r]);
+      }
+    }
+    const Floats scale = scale_at<S>(w), bias = scale_at<S>(w + kStrip * kScaleBytes);
+    w += 2 * kStrip * kScaleBytes;
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; r++) {
+      Ints whole = sum[0][r];
+      for (int c = 1; c < kChains; c++) whole += sum[c][r];
+      total[r] = fused(floats(whole), scale * tile.scales[g * Rows + r], total[r]);
+      total[r] = fused(bias, Floats{} + tile.sums[g * Rows + r], total[r]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; r++) out[r] = total[r];
+}
+
+// `Strips` at a time, so that the chains of few rows do not wait for each other.
+template <int Rows, int Strips, bool Half>
+void wide(const Tile& tile, Floats* out) {
+  Floats total[Strips][Rows] = {};
+  const int64_t stride = tile.form.strip_bytes(tile.inputs);
+  const float* x = tile.values;
+  const uint8_t* w = tile.weights;
+  for (int k = 0; k < tile.inputs; k++, x += Rows, w += 2 * kStrip)
+#pragma GCC unroll 8
+    for (int s = 0; s < Strips; s++) {
+      const Floats weights = widened<Half>(w + s * stride);
+#pragma GCC unroll 32
+      for (int r = 0; r < Rows; r++) total[s][r] = fused(weights, Floats{} + x[r], total[s][r]);
+    }
+#pragma GCC unroll 8
+  for (int s = 0; s < Strips; s++)
+#pragma GCC unroll 32
+    for (int r = 0; r < Rows; r++) out[s * Rows + r] = total[s][r];
+}
+
+constexpr int kMostStrips = 4;
+constexpr int strips_together(int rows) { return rows == 1 ? kMostStrips : rows <= 4 ? 2 : 1; }
+
+template <int Rows>
+Kernel affine_kernel(const Form& form, int rows) {
+  if constexpr (Rows < kAffineRows)
+    if (rows != Rows) return affine_kernel<Rows + 1>(form, rows);
+  const bool four = form.bits == 4;
+  switch (form.scale) {
+    case kHalf: return four ? affine<Rows, 4, kHalf> : affine<Rows, 8, kHalf>;
+    case kBfloat: return four ? affine<Rows, 4, kBfloat> : affine<Rows, 8, kBfloat>;
+    default: return four ? affine<Rows, 4, kFloat> : affine<Rows, 8, kFloat>;
+  }
+}
+
+template <int Rows>
+Kernel wide_kernel(const Form& form, int rows, bool together) {
+  if constexpr (Rows < kWideRows)
+    if (rows != Rows) return wide_kernel<Rows + 1>(form, rows, together);
+  constexpr int kStrips = strips_together(Rows);
+  if (together) return form.scale == kHalf ? wide<Rows, kStrips, true> : wide<Rows, kStrips, false>;
+  return form.scale == kHalf ? wide<Rows, 1, true> : wide<Rows, 1, false>;
+}
+
+// -- a product --------------------------------------------------------------------------------------------
+
+struct Strips {
+  const Product& product;
+  const Rows& rows;
+  float* out;
+};
+
+// Writes the sums of `rows` rows, which belong to 16 outputs from `column` on.
+inline void write(const Product& p, float* out, int rows, int column, const Floats* sums, const Floats* gates) {
+  const int width = p.gated ? p.outputs / 2 : p.outputs, count = std::min(kStrip, width - column);
+  Floats bias = {};
+  if (p.bias) std::memcpy(&bias, p.bias + column, sizeof(float) * count);
+  for (int r = 0; r < rows; r++) {
+    Floats value = p.bias ? sums[r] + bias : sums[r];
+    if (gates) value *= silu(gates[r]);
+    float* to = out + int64_t(r) * width + column;
+    if (count == kStrip)
+      save(to, value);
+    else
+      std::memcpy(to, &value, sizeof(float) * count);
+  }
+}
+
+inline Tile tile_of(const Strips& s, int band, int strip) {
+  const Product& p = s.product;
+  const int start = s.rows.start(band), groups = p.form.bits == 16 ? 0 : p.inputs / p.form.group;
+  const int64_t first = int64_t(start) * p.inputs;
+  return {p.weights + strip * p.form.strip_bytes(p.inputs), s.rows.pairs + first / 2, s.rows.scales + start * groups,
+          s.rows.sums + start * groups, s.rows.values + first, p.form, p.inputs};
+}
+
+// A band by the strips first … last, `step` of which a kernel takes; one of them when gated is a pair.
+inline void band_by_strips(const Strips& s, int band, int first, int last) {
+  const Product& p = s.product;
+  const int height = s.rows.height(band), width = p.gated ? p.outputs / 2 : p.outputs;
+  float* out = s.out + int64_t(s.rows.start(band)) * width;
+  Floats sums[2][kMostStrips * kMostRows];
+  const int each = p.form.bits == 16 && !p.gated ? strips_together(height) : 1;
+  for (int strip = first; strip < last;) {
+    const int together = last - strip >= each ? each : 1;
+    const Kernel kernel = p.form.bits == 16 ? wide_kernel<1>(p.form, height, together > 1)
+                                            : affine_kernel<1>(p.form, height);
+    if (p.gated) {
+      kernel(tile_of(s, band, 2 * strip), sums[1]);
+      kernel(tile_of(s, band, 2 * strip + 1), sums[0]);
+      write(p, out, height, strip * kStrip, sums[0], sums[1]);
+    } else {
+      kernel(tile_of(s, band, strip), sums[0]);
+      for (int i = 0; i < together; i++) write(p, out, height, (strip + i) * kStrip, sums[0] + i * height, nullptr);
+    }
+    strip += together;
+  }
+}
+
+inline void by_strips(const void* task, int first, int last) {
+  const Strips& s = *static_cast<const Strips*>(task);
+  const int64_t band_bytes = int64_t(s.rows.height(0)) * s.product.inputs * (s.product.form.bits == 16 ? 4 : 2);
+  const int group = int(std::max<int64_t>(1, kNearBytes / band_bytes));
+  if (s.rows.bands == 1) {
+    band_by_strips(s, 0, first, last);
+    return;
+  }
+  for (int start = 0; start < s.rows.bands; start += group)
+    for (int strip = first; strip < last; strip++)
+      for (int band = start; band < std::min(start + group, s.rows.bands); band++)
+        band_by_strips(s, band, strip, strip + 1);
+}
+
+inline int strips_step(const Product& p, int rows, int strips, int threads) {
+  const int64_t work = int64_t(p.outputs) * p.inputs * std::max(rows, 2);
+  const int64_t pieces = std::clamp<int64_t>(work / kPieceWork, 1, 6 * threads);
+  const int step = int((strips + pieces - 1) / pieces);
+  return rows == 1 && p.form.bits == 16 ? (step + kMostStrips - 1) / kMostStrips * kMostStrips : step;
+}
+
+inline void compute_chunk(const Product& p, const Threads& threads, int first, int count) {
+  const int most = p.form.bits == 16 ? kWideRows : kAffineRows, bands = (count + most - 1) / most;
+  const int groups = p.form.bits == 16 ? 0 : p.inputs / p.form.group;
+  const int64_t values = int64_t(count) * p.inputs, scales = int64_t(count) * groups;
+  Rows rows{count, bands, nullptr, nullptr, nullptr, nullptr};
+  auto* memory = static_cast<float*>(scratch(sizeof(float) * (p.form.bits == 16 ? values : values / 2 + 2 * scales)));
+  rows.values = memory;
+  rows.pairs = reinterpret_cast<int32_t*>(memory);
+  rows.scales = memory + values / 2;
+  rows.sums = rows.scales + scales;
+  const float* x = p.x + int64_t(first) * p.inputs;
+  const Preparation preparation{p, rows, x};
+  if (p.form.bits == 16 && count == 1)
+    rows.values = const_cast<float*>(x);
+  else if (values < 32 * 1024)
+    prepare_bands(&preparation, 0, bands);
+  else
+    threads.run(&preparation, prepare_bands, bands, 1);
+  const int width = p.gated ? p.outputs / 2 : p.outputs, strips = (width + kStrip - 1) / kStrip;
+  const Strips task{p, rows, p.out + int64_t(first) * width};
+  threads.run(&task, by_strips, strips, strips_step(p, count, strips, threads.count));
+}
+
+inline void compute(const Product& p, const Threads& threads) {
+  for (int first = 0; first < p.rows; first += kChunk)
+    compute_chunk(p, threads, first, std::min(kChunk, p.rows - first));
+}
+
+// -- single outputs' weights (an embedding's rows) --------------------------------------------------------
+
+template <Scale S>
+inline float scalar_at(const uint8_t* memory, int lane) {
+  return scale_at<S>(memory)[lane];
+}
+
+inline float scale_value(Scale scale, const uint8_t* memory, int lane) {
+  if (scale == kHalf) return scalar_at<kHalf>(memory, lane);
+  return scale == kBfloat ? scalar_at<kBfloat>(memory, lane) : scalar_at<kFloat>(memory, lane);
+}
+
+// The weights of one output, as floats.
+inline void widen_output(const Form& form, const uint8_t* weights, int inputs, int64_t output, float* to) {
+  const uint8_t* w = weights + output / kStrip * form.strip_bytes(inputs);
+  const int lane = int(output % kStrip), values = 32 / form.bits;
+  if (form.bits == 16) {
+    for (int k = 0; k < inputs; k++, w += 2 * kStrip) to[k] = scale_value(form.scale, w, lane);
+    return;
+  }
+  for (int g = 0; g < inputs / form.group; g++, w += form.group_bytes()) {
+    const uint8_t* scales = w + int64_t(form.group) * form.bits * 2;
+    const float scale = scale_value(form.scale, scales, lane);
+    const float bias = scale_value(form.scale, scales + kStrip * form.scale_bytes(), lane);
+    for (int i = 0; i < form.group; i++) {
+      const uint32_t word = read<uint32_t>(w + 4 * (int64_t(i / values) * kStrip + lane));
+      const uint32_t q = word >> (i % values * form.bits) & ((1u << form.bits) - 1);
+      *to++ = scale * float(q) + bias;
+    }
+  }
+}
+
+}  // namespace headrace
