@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder
+from headrace.runner.kernel_cache import KernelCache, device_cache
+from headrace.runner.kernel_text import KernelSource
 
 CUDA_NAMES = """
 #define SHARED __shared__
@@ -53,26 +56,84 @@ def cuda_kernel(
     """``mx.fast.cuda_kernel``, with header and source moved into files that the kernel's text includes.
 
     MLX hashes the text at every use of a kernel; a few thousand characters cost as much there as the launch. The
-    files are named by what they hold.
+    files are named by what they hold. Each form is compiled before it is first run, or found in the cache
+    (``kernel_cache.py``).
     """
-    texts = [compact(header), compact(source)]
+    texts = given = [compact(header), compact(source)]
     with suppress(OSError, StartupError):  # without a cache folder the whole text does as well
-        texts = [_included(text) for text in texts]
+        given = [_included(text) for text in texts]
     # MLX passes the shapes that it finds in the text.
     wanted = [f"{array}_{part}" for array in input_names for part in ("shape", "strides", "ndim")]
     found = " ".join(word for word in wanted if word in source)
-    return mx.fast.cuda_kernel(
+    kernel_source = KernelSource(
+        name,
+        tuple(input_names),
+        tuple(output_names),
+        header=given[0],
+        source=f"{given[1]}// {found}\n",
+        full_header=texts[0],
+        full_source=texts[1],
+    )
+    cache = device_cache()
+    made = mx.fast.cuda_kernel(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),
-        source=f"{texts[1]}// {found}\n",
-        header=texts[0],
+        source=kernel_source.source,
+        header=kernel_source.header,
     )
+    return made if cache is None else CachedKernel(made, kernel_source, cache)
+
+
+class CachedKernel:
+    """``kernel``, called in the same way; forms not seen before are brought into ``cache`` first.
+
+    A form is told by its constants. Should one be called with other types too, MLX compiles that itself.
+    """
+
+    def __init__(self, kernel: Any, source: KernelSource, cache: KernelCache) -> None:
+        self._kernel = kernel
+        self._source = source
+        self._cache = cache
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_dtypes: Sequence[mx.Dtype],
+        template: Sequence[tuple[str, Any]] = (),
+        **launch: Any,
+    ) -> Any:
+        constants = tuple(template)
+        if constants not in self._seen:
+            self._seen.add(constants)
+            form = self._source.form(inputs, output_dtypes, constants)
+            if form is not None:
+                self._cache.ensure(form)
+        return self._kernel(inputs=inputs, output_dtypes=output_dtypes, template=template, **launch)
+
+
+def compile_ahead(build: Callable[[], object]) -> None:
+    """Compile at the same time whatever kernels ``build`` calls, before they run.
+
+    ``build`` evaluates no kernel's results. What goes wrong in it is left to the caller's own use of the kernels.
+    """
+    cache = device_cache()
+    if cache is None:
+        return
+    with cache.together(), suppress(Exception):
+        build()
 
 
 def _included(text: str) -> str:
     path = cache_folder("kernels") / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.cuh"
-    if not path.exists():
+    write_text(path, text)
+    return f'\n#include "{path}"\n'
+
+
+def write_text(path: Path, text: str) -> None:
+    """Have exactly ``text`` in the file."""
+    if not path.exists() or path.read_text() != text:
         with appearing(path) as temporary:
             temporary.write_text(text)
-    return f'\n#include "{path}"\n'

@@ -9,14 +9,16 @@ read, so a wrong one harms nothing before it is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal
 from headrace.runner.attention.reference import paged_attention
+from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool, LayerShape
@@ -76,6 +78,7 @@ def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
         kernel = PagedDecodeKernel.for_device()
         if kernel is None:
             return KernelChoice(None, "reference attention: no kernel for this device")
+        compile_ahead(partial(_called, kernel, forms, block_size))
         own = reference = 0.0
         for form, count in forms.items():
             wrong = _fault(kernel, form, block_size)
@@ -108,9 +111,7 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
         return reason
     if form.heads % layer.kv_heads:
         return f"{form.heads} query heads cannot share {layer.kv_heads} KV heads evenly"
-    # Few rows split the context, many do not: both kernels of the form run.
-    mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 2100, 33, 700, 1]
-    for lengths in (mixed, [1 + 37 * row % 211 for row in range(96)]):
+    for lengths in _checked_lengths(block_size):
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5
         options = (scale, form.window, None, form.softcap)
@@ -120,6 +121,20 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
         if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
             return f"the kernel's outputs differ by {worst:.3g} here ({form})"
     return None
+
+
+def _checked_lengths(block_size: int) -> tuple[list[int], list[int]]:
+    """Few rows split the context, many do not: both kernels of a form run."""
+    mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 2100, 33, 700, 1]
+    return mixed, [1 + 37 * row % 211 for row in range(96)]
+
+
+def _called(kernel: PagedDecodeKernel, forms: Iterable[LayerForm], block_size: int) -> None:
+    """Call the kernels that the check will run, without evaluating anything."""
+    for form in forms:
+        for lengths in _checked_lengths(block_size):
+            queries, view = random_case(form.layer, form.heads, lengths, block_size, form.window)
+            kernel(queries, view, form.layer.key_dim**-0.5, form.window, None, form.softcap)
 
 
 def _unrounded(view: LayerView) -> LayerView:
