@@ -19,7 +19,6 @@ from headrace.checkpoint.model_folder import ModelFiles, describe
 from headrace.config import EngineConfig
 from headrace.core.context_scratch import ContextCost
 from headrace.core.layout import KVLayout
-from headrace.core.machine import usable_cores
 from headrace.core.memory_plan import (
     DeviceMemory,
     FixedMemory,
@@ -30,13 +29,10 @@ from headrace.core.memory_plan import (
 from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
 from headrace.runner.activation import measure_activation_bytes
-from headrace.runner.attention import native_attention
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel
-from headrace.runner.attention.native_check import NativeChoice, choose_native
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
-from headrace.runner.cpu_operations import load_operations
 from headrace.runner.device import Device, read_device
 from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks
@@ -46,7 +42,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import PoolStore, Store
+from headrace.runner.pool_store import PoolStore
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.step_graphs import StepGraphs
@@ -101,7 +97,7 @@ class _Prepared:
     vocab_size: int
     head_major: bool
     attention: str
-    store: Store | None
+    store: PoolStore | None
     cache: StartCache
     known: StartFacts | None
 
@@ -183,10 +179,9 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     softcap = substitute_softcapped_attention(model)
     choice = _kernel_choice(files, found, softcap, head_major)
     install(choice.kernel)
-    gpu_store = None if head_major else PoolStore.checked()
-    store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
+    store = None if head_major else PoolStore.checked()
     if device.kind == "cuda":
-        log.info(substitute_decode_products(model, gpu_store))
+        log.info(substitute_decode_products(model, store))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
@@ -195,10 +190,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         max_prefill_rows=8 if head_major else 1,
         decode_kernel=choice.kernel is not None,
     )
-    if wanted.compile and head_major and not wanted.decode_kernel:
-        raise StartupError(
-            "a compiled decode step needs native attention, which this machine has not: drop compile"
-        )
+    if wanted.compile and head_major:
+        raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
     cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, choice.note))
     known = cache.read()
     if known is None:
@@ -210,8 +203,6 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         if wanted.decode_kernel and not options.decode_kernel:
             install(None)
     attention = choice.note
-    if head_major and not options.decode_kernel:
-        store = None  # steps that hold much wait for each other
     if options.materialize:
         attention = "reference attention: the model computes its own"
     elif wanted.decode_kernel and not options.decode_kernel:
@@ -219,13 +210,11 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
 
 
-def _kernel_choice(
-    files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool
-) -> KernelChoice | NativeChoice:
-    """The device's own attention, if there is one that is right and faster on this model's layers."""
-    heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
+def _kernel_choice(files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool) -> KernelChoice:
+    """The decode kernel, if the device has one that is right and faster on this model's layers."""
     if head_major:
-        return choose_native(load_operations(), found, heads, softcap)
+        return KernelChoice(None, "reference attention: slices of head-major pools")
+    heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
     return choose_model_kernel(found, heads, softcap)
 
 
@@ -244,7 +233,7 @@ def _plan(
     memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
     fixed = FixedMemory(
         weights=prepared.loaded.weights_bytes,
-        scratch=_scratch_bytes(prepared),
+        scratch=scratch_bytes(head_major=prepared.head_major),
         buffer_cache=BUFFER_CACHE_BYTES[device.kind],
     )
     options, own, cost = prepared.options, None, _context_cost(prepared)
@@ -257,13 +246,6 @@ def _plan(
         activations=_activation_bytes(config, prepared, options, cost, min(config.prefill_step_size, wished)),
     )
     return plan_memory(prepared.found.layout, memory, fixed, config, trained, own), options
-
-
-def _scratch_bytes(prepared: _Prepared) -> int:
-    """Of attention, beside its result."""
-    if prepared.head_major and prepared.options.decode_kernel:
-        return native_attention.scratch_bytes(usable_cores())
-    return scratch_bytes(head_major=prepared.head_major)
 
 
 def _context_cost(prepared: _Prepared) -> ContextCost | None:
