@@ -1,13 +1,20 @@
 """The whole server over HTTP on a GPU: rates, latencies, and how much of the time the engine computes.
 
-    python benchmarks/gpu_serving.py --shape llama-1b --budget 230 --json serving.json
+    python benchmarks/gpu_serving.py --shape llama-1b --budget 420 --json serving.json
 
 The checkpoint (random weights, random_checkpoint.py) is written first. Three servers follow, one after the other:
 
-1. Headrace at 1, 8, 32 and 128 closed-loop streams, then 4 clients of 512-token prompts with 128 output tokens.
+1. Headrace: 4 clients of 512-token prompts with 128 output tokens, one such client alone, and 32, 1, 8 and 128
+   closed-loop streams (``--streams`` is the order).
 2. Headrace with ``--max-num-seqs 1``: one request at a time, the same 4 clients. The ratio of the two mean TTFTs
-   is what batching is worth to somebody who waits.
+   is what batching is worth to somebody who waits. When the time does not allow for this server, the client alone
+   gives an estimate: who is one of 4 waits for 3 others from end to end.
 3. With ``--peer``, mlx_lm.server on the same checkpoint at the same numbers of streams.
+
+Before each cell a round of short requests goes out at its number of streams and length of prompts and is not
+counted: what is compiled or planned at first use has been by then. A line tells every few seconds what a server
+that starts is doing; nothing is begun after the budget and nothing goes on 20 seconds beyond it; the JSON is
+written after every cell.
 
 **Engine time share**: what ``headrace:step_seconds`` grew by during a cell, over the cell's wall time. A step
 counts from its start, or from the end of the one before when that came later, until the host has read its tokens,
@@ -22,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -29,7 +37,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +51,7 @@ from headrace.bench.prometheus import Scrape, parse
 from headrace.bench.stats import Summary, summarize
 from headrace.bench.workload import make_prompt
 
+CLIENT_PROMPT, CLIENT_OUTPUT = 512, 128  # tokens of the clients whose waiting is measured
 HEADRACE = "{python} -m headrace.cli.main serve {model} --port {port} --served-model-name m --max-queue 1024"
 PEER = "{python} -m mlx_lm.server --model {model} --port {port}"
 
@@ -55,6 +64,10 @@ class Load:
     requests: int
     prompt_tokens: int
     output_tokens: int
+
+    def short(self) -> Load:
+        """One request per stream, a few tokens each."""
+        return replace(self, requests=self.streams, output_tokens=min(8, self.output_tokens))
 
     def work(self, model: str, seed: int) -> list[LoadRequest]:
         """Greedy chats, each prompt different from its first words on."""
@@ -90,6 +103,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.deadline_s = time.monotonic() + args.budget
+        self.end_s = self.deadline_s + 20  # of what has begun
         self.folder = Path(args.folder or f"/tmp/headrace-{args.shape}")
         self.logs = Path(args.logs)
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -101,11 +115,12 @@ class Bench:
         counts = [int(word) for word in self.args.streams.split(",")]
         words = self.args.prompt_tokens, self.args.output_tokens
         loads = [Load(count, max(2, count * self.args.rounds), *words) for count in counts]
-        clients = Load(4, self.args.clients_requests, 512, 128)
-        self.server("headrace", HEADRACE, [*loads, clients])
+        clients = Load(4, self.args.clients_requests, CLIENT_PROMPT, CLIENT_OUTPUT)
+        alone = Load(1, max(2, self.args.clients_requests // 4), CLIENT_PROMPT, CLIENT_OUTPUT)
+        self.server("headrace", HEADRACE, [clients, alone, *loads])
         self.server("headrace, one at a time", f"{HEADRACE} --max-num-seqs 1", [clients])
         if self.args.peer:
-            self.server("mlx_lm.server", PEER, [*loads, clients], request_model=str(self.folder))
+            self.server("mlx_lm.server", PEER, [clients, *loads], request_model=str(self.folder))
 
     def checkpoint(self) -> None:
         """Written by a process of its own, so that this one holds no device memory."""
@@ -118,35 +133,63 @@ class Bench:
         if time.monotonic() > self.deadline_s:
             self.notes.append(f"{name}: out of time")
             return
-        candidate = Candidate(name.replace(" ", "_"), command, str(self.folder), request_model, {})
+        candidate = Candidate(re.sub(r"\W+", "_", name), command, str(self.folder), request_model, {})
         try:
             with running(candidate, self.logs) as server:
-                asyncio.run(self._measure_all(name, server, loads, request_model))
+                asyncio.run(self._measure_all(candidate, name, server, loads))
         except ServerDied as died:
             self.notes.append(f"{name}: {died}")
-            self.note(f"{name}: {died}; see {self.logs}")
+            self.note(f"{name}: {died}\n{log_tail(self.log(candidate), 25)}")
+        except TimeoutError:
+            self.notes.append(f"{name}: stopped in the middle of a cell, out of time")
+            self.note(f"{name}: out of time\n{log_tail(self.log(candidate), 5)}")
+        self.write()
 
-    async def _measure_all(self, name: str, server: RunningServer, loads: Sequence[Load], model: str) -> None:
-        began_s = time.monotonic()
-        left_s = min(self.args.startup_timeout, self.deadline_s - began_s)
-        await wait_until_listed(server, left_s)
-        await warm_up(server, model, loads[0], left_s)
-        self.note(f"{name}: ready after {time.monotonic() - began_s:.0f} s")
-        for load in loads:
-            if time.monotonic() > self.deadline_s:
-                self.notes.append(f"{name}: out of time before {load.streams} streams")
-                return
-            cell = await measure(name, server, load, model, self.args.seed)
-            self.cells.append(cell)
-            self.note(progress(cell))
-            self.write()
+    def log(self, candidate: Candidate) -> Path:
+        return self.logs / f"{candidate.name}.log"
+
+    async def _measure_all(
+        self, candidate: Candidate, name: str, server: RunningServer, loads: Sequence[Load]
+    ) -> None:
+        model = candidate.request_model or "m"
+        async with asyncio.timeout(self.end_s - time.monotonic()):
+            began_s = time.monotonic()
+            left_s = min(self.args.startup_timeout, self.deadline_s - began_s)
+            telling = asyncio.create_task(self._tell(name, self.log(candidate)))
+            try:
+                await wait_until_listed(server, left_s)
+                await warm_up(server, model, loads[0], left_s)
+            finally:
+                telling.cancel()
+            self.note(f"{name}: ready after {time.monotonic() - began_s:.0f} s")
+            for number, load in enumerate(loads):
+                if time.monotonic() > self.deadline_s:
+                    self.notes.append(f"{name}: out of time before {load.streams} streams")
+                    return
+                seed = self.args.seed + 1000 * number
+                await run_closed_loop(server.url, load.short().work(model, seed + 500), load.streams)
+                cell = await measure(name, server, load, model, seed)
+                self.cells.append(cell)
+                self.note(progress(cell))
+                self.write()
+
+    async def _tell(self, name: str, log: Path) -> None:
+        """What a starting server says, every few seconds."""
+        while True:
+            await asyncio.sleep(10)
+            self.note(f"{name} is starting: {log_tail(log, 1).strip()[:160]}")
 
     def note(self, line: str) -> None:
         print(f"[{self.args.budget - (self.deadline_s - time.monotonic()):5.0f} s] {line}", flush=True)
 
     def write(self) -> None:
         if self.args.json:
-            report = {"command_line": sys.argv, "cells": [asdict(c) for c in self.cells], "notes": self.notes}
+            report = {
+                "command_line": sys.argv,
+                "cells": [{**asdict(c), "engine_share": c.engine_share} for c in self.cells],
+                "verdicts": verdicts(self.cells),
+                "notes": self.notes,
+            }
             Path(self.args.json).write_text(json.dumps(report, indent=1))
 
 
@@ -169,7 +212,7 @@ async def warm_up(server: RunningServer, model: str, load: Load, timeout_s: floa
 async def measure(name: str, server: RunningServer, load: Load, model: str, seed: int) -> Measured:
     before = await scrape(server)
     with gpu_samples() as busy:
-        result = await run_closed_loop(server.url, load.work(model, seed + load.streams), load.streams)
+        result = await run_closed_loop(server.url, load.work(model, seed), load.streams)
     after = await scrape(server)
     failures = tuple(f"{sample.failure}: {sample.detail}" for sample in result.samples if sample.failure)
     return Measured(
@@ -223,6 +266,15 @@ def gpu_samples() -> Iterator[GpuSamples]:
             samples.found = [float(line) for line in output.split() if line.isdigit()][1:-1]
 
 
+def log_tail(path: Path, count: int) -> str:
+    """The last lines of a server's log, without those of requests; "" while there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([line for line in lines if " INFO api: " not in line][-count:])
+
+
 # -- reporting -----------------------------------------------------------------------------------------
 
 
@@ -274,13 +326,23 @@ def verdicts(cells: Sequence[Measured]) -> list[str]:
     for cell in cells:
         if cell.server == "headrace" and cell.load.streams == 32 and cell.engine_share is not None:
             lines.append(f"engine time share at 32 streams: {cell.engine_share:.1%} (goal: 85 % or more)")
-    waits = {c.server: c.summary.ttft_s.mean for c in cells if c.load.streams == 4}
-    together, alone = waits.get("headrace"), waits.get("headrace, one at a time")
-    if together and alone:
-        lines.append(
-            f"mean TTFT of 4 clients: {together * 1e3:.0f} ms, one at a time {alone * 1e3:.0f} ms: "
-            f"{alone / together:.1f} times lower (goal: 15 or more)"
-        )
+    clients = {
+        (c.server, c.load.streams): c.summary
+        for c in cells
+        if (c.load.prompt_tokens, c.load.output_tokens) == (CLIENT_PROMPT, CLIENT_OUTPUT)
+    }
+    batched, serial = clients.get(("headrace", 4)), clients.get(("headrace, one at a time", 4))
+    single = clients.get(("headrace", 1))
+    together = batched.ttft_s.mean if batched else None
+    waits = {"one at a time": serial.ttft_s.mean if serial else None}
+    if single and single.ttft_s.mean and single.e2e_s.mean:
+        waits["one at a time, estimated from one alone"] = 3 * single.e2e_s.mean + single.ttft_s.mean
+    for name, wait in waits.items():
+        if together and wait:
+            lines.append(
+                f"mean TTFT of 4 clients: {together * 1e3:.0f} ms, {name} {wait * 1e3:.0f} ms: "
+                f"{wait / together:.1f} times lower (goal: 15 or more)"
+            )
     return lines
 
 
@@ -296,15 +358,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shape", default="llama-1b", help=",".join(SHAPES))
-    add("--streams", default="1,8,32,128")
+    add("--streams", default="32,1,8,128", help="in this order")
     add("--rounds", type=int, default=3, help="requests per stream")
     add("--prompt-tokens", type=int, default=256)
     add("--output-tokens", type=int, default=256)
     add("--clients-requests", type=int, default=16, help="requests of the 4 clients")
     add("--peer", action="store_true", help="mlx_lm.server too")
     add("--decode", metavar="FILE", help="JSON of gpu_decode.py, for the column alone")
-    add("--budget", type=float, default=230, metavar="SECONDS", help="begin no cell after that")
-    add("--startup-timeout", type=float, default=120, metavar="SECONDS")
+    add("--budget", type=float, default=420, metavar="SECONDS", help="begin no cell after that")
+    add("--startup-timeout", type=float, default=240, metavar="SECONDS")
     add("--folder", help="of the checkpoint; written unless it is there (default: /tmp/headrace-SHAPE)")
     add("--logs", default="/tmp/headrace-serving-logs", metavar="FOLDER")
     add("--seed", type=int, default=0)
