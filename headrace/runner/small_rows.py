@@ -8,17 +8,17 @@ along:
     y = x W^T + bias           x may be RMS-normalized first,
                                y may be the gated halves SiLU(gate) * up, or have a residual added
 
-``Products`` is that operation; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
+``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
 kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when it was measured on this device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, Protocol
+from itertools import product as combinations
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -64,40 +64,43 @@ class Norm:
     eps: float
 
 
-class Products(Protocol):
+@dataclass(frozen=True, slots=True)
+class Product:
     """``norm(x) @ weight.T + bias``, gated or with a residual.
 
-    ``x``: ``[B, ...]`` with K values a row. Returns ``[B, N]``; ``[B, N / 2]`` where ``gated`` (the first half of
-    the outputs is the gate's); the shape of ``residual`` (B * N values) where there is one.
+    Attributes:
+        residual: B * N values in any shape, added to the product of an ``x`` of B rows, which then has that shape.
+        gated: the first half of the outputs is the gate's: ``SiLU(first half) * second half``.
     """
 
-    def __call__(
-        self,
-        x: mx.array,
-        dense: Dense,
-        *,
-        norm: Norm | None = None,
-        residual: mx.array | None = None,
-        gated: bool = False,
-    ) -> mx.array: ...
+    dense: Dense
+    norm: Norm | None = None
+    residual: mx.array | None = None
+    gated: bool = False
+
+    @property
+    def form(self) -> Form:
+        """What products share that are computed and measured alike."""
+        parts = {"norm": self.norm is not None, "residual": self.residual is not None, "gate": self.gated}
+        outputs, inner = self.dense.weight.shape
+        kind = "+".join(name for name, on in parts.items() if on) or "product"
+        return kind, outputs, inner, self.dense.bias is not None
 
 
-def plain_product(
-    x: mx.array,
-    dense: Dense,
-    *,
-    norm: Norm | None = None,
-    residual: mx.array | None = None,
-    gated: bool = False,
-) -> mx.array:
+# ``[B, ...]`` with K values a row -> ``[B, N]``, ``[B, N / 2]`` where gated, or the shape of the residual.
+Products = Callable[[mx.array, Product], mx.array]
+
+
+def plain_product(x: mx.array, product: Product) -> mx.array:
     """``Products`` by MLX's operations, for any number of rows and any type."""
+    dense, norm, residual = product.dense, product.norm, product.residual
     x = x.reshape(x.shape[0], -1)
     if norm is not None:
         x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-    if residual is not None and dense.bias is None and not gated:
+    if residual is not None and dense.bias is None and not product.gated:
         return mx.addmm(residual.reshape(x.shape[0], -1), x, dense.weight.T).reshape(residual.shape)
     y = x @ dense.weight.T if dense.bias is None else mx.addmm(dense.bias, x, dense.weight.T)
-    if gated:
+    if product.gated:
         half = y.shape[1] // 2
         y = nn.silu(y[:, :half]) * y[:, half:]
     return y if residual is None else y.reshape(residual.shape) + residual
@@ -149,16 +152,8 @@ class KernelProducts:
     def __init__(self) -> None:
         self._made: dict[tuple[str, ...], Any] = {}
 
-    def __call__(
-        self,
-        x: mx.array,
-        dense: Dense,
-        *,
-        norm: Norm | None = None,
-        residual: mx.array | None = None,
-        gated: bool = False,
-        tiling: Tiling | None = None,
-    ) -> mx.array:
+    def __call__(self, x: mx.array, product: Product, *, tiling: Tiling | None = None) -> mx.array:
+        dense, norm, residual, gated = product.dense, product.norm, product.residual, product.gated
         if norm is not None and (x.dtype != mx.bfloat16 or norm.weight.dtype != x.dtype):
             # Unscaled inputs times the norm's weights could leave float16's range.
             x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
@@ -221,26 +216,16 @@ class SmallRowsKernel:
         self._costs: dict[tuple[Any, ...], tuple[Cost, Cost]] = {}  # of right ones: the kernel's, MLX's
         self.faults: list[str] = []
 
-    def __call__(
-        self,
-        x: mx.array,
-        dense: Dense,
-        *,
-        norm: Norm | None = None,
-        residual: mx.array | None = None,
-        gated: bool = False,
-    ) -> mx.array:
-        form = _form(dense, norm, residual, gated)
-        own = takes(x.shape[0], x.dtype, dense, gated=gated) and self._wins.get(
-            (measured_bucket(x.shape[0]), *form), False
+    def __call__(self, x: mx.array, product: Product) -> mx.array:
+        rows = x.shape[0]
+        own = takes(rows, x.dtype, product.dense, gated=product.gated) and self._wins.get(
+            (measured_bucket(rows), *product.form), False
         )
-        return (self._own if own else plain_product)(x, dense, norm=norm, residual=residual, gated=gated)
+        return (self._own if own else plain_product)(x, product)
 
     def wins(self, rows: int, dense: Dense) -> bool:
         """What ``measure`` found for the product alone, in the bucket of ``rows``; False where it did not look."""
-        return rows <= MAX_ROWS and self._wins.get(
-            (measured_bucket(rows), *_form(dense, None, None, False)), False
-        )
+        return rows <= MAX_ROWS and self._wins.get((measured_bucket(rows), *Product(dense).form), False)
 
     def measure(
         self,
@@ -255,7 +240,7 @@ class SmallRowsKernel:
         """
         dense, norm = layers[0]
         outputs, inner = dense.weight.shape
-        form = _form(dense, norm, mx.zeros(()) if residual else None, gated)
+        form = Product(dense, norm, mx.zeros(()) if residual else None, gated).form
         for rows in MEASURED_ROWS:
             x = mx.random.normal((rows, 1, inner)).astype(dense.weight.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
@@ -263,19 +248,14 @@ class SmallRowsKernel:
             if key in self._wins or not takes(rows, x.dtype, dense, gated=gated):
                 continue
             try:
+                products = [Product(*layer, added, gated) for layer in layers]
                 worst = max(
-                    largest_difference(
-                        *(
-                            by(x, layer, norm=norm, residual=added, gated=gated)
-                            for by in (self._own, plain_product)
-                        )
-                    )
-                    for layer, norm in layers
+                    largest_difference(self._own(x, product), plain_product(x, product)) for product in products
                 )
                 right = worst <= TOLERANCE
                 if not right:
                     self.faults.append(f"{_words(key)}: differs by {worst:.2g}")
-                own, plain = (_cost(by, layers, x, added, gated) for by in (self._own, plain_product))
+                own, plain = (_cost(by, products, x) for by in (self._own, plain_product))
                 self._wins[key] = right and own.beats(plain)
                 if right:
                     self._costs[key] = own, plain
@@ -305,7 +285,7 @@ class SmallRowsKernel:
                 taken = [others, *(costs[which] for costs, which in zip(known, choice, strict=True))]
                 return Cost(sum(cost.host for cost in taken), sum(cost.device for cost in taken)).in_a_step
 
-            best = min(product((0, 1), repeat=len(keys)), key=in_a_step)
+            best = min(combinations((0, 1), repeat=len(keys)), key=in_a_step)
             self._wins.update({key: which == 0 for key, which in zip(keys, best, strict=True)})
 
     def note(self) -> str:
@@ -315,20 +295,14 @@ class SmallRowsKernel:
         return "; ".join([text, *self.faults])
 
 
-def _cost(
-    products: Products,
-    layers: Sequence[tuple[Dense, Norm | None]],
-    x: mx.array,
-    residual: mx.array | None,
-    gated: bool,
-) -> Cost:
-    def computed(layer: tuple[Dense, Norm | None], x: mx.array) -> mx.array:
-        return products(x, layer[0], norm=layer[1], residual=residual, gated=gated)
+def _cost(by: Products, products: Sequence[Product], x: mx.array) -> Cost:
+    def computed(product: Product, x: mx.array) -> mx.array:
+        return by(x, product)
 
     # Different inputs: equal operations would be computed once.
     inputs = [x + index for index in range(MEASURED_TOGETHER)]
     mx.eval(inputs)
-    return compiled_cost([partial(computed, layers[i % len(layers)]) for i in range(len(inputs))], inputs)
+    return compiled_cost([partial(computed, products[i % len(products)]) for i in range(len(inputs))], inputs)
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:
@@ -336,12 +310,6 @@ def largest_difference(got: mx.array, expected: mx.array) -> float:
     expected = expected.astype(mx.float32)
     worst = mx.max(mx.abs(got.astype(mx.float32) - expected)) / mx.max(mx.abs(expected))
     return float(np.array(worst))
-
-
-def _form(dense: Dense, norm: Norm | None, residual: mx.array | None, gated: bool) -> Form:
-    kind = [name for name, on in (("norm", norm), ("residual", residual is not None), ("gate", gated)) if on]
-    outputs, inner = dense.weight.shape
-    return "+".join(kind) or "product", outputs, inner, dense.bias is not None
 
 
 def measured_bucket(rows: int) -> int:

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Tiling, plain_product
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, Tiling, plain_product
 from headrace.runner.timing import best_seconds
 
 ROWS = (1, 5, 8, 32)
@@ -96,45 +97,45 @@ def check(products: KernelProducts, kind: dict[str, bool], dtype: mx.Dtype, tili
     worst, where = 0.0, ""
     for inner in INNER:
         for rows in (1, 3, 8) if tiling.tiles == 1 else (1, 9, 32, 70):
-            arguments = random_arguments(rows, 192, inner, kind, dtype)
-            got = products(**arguments, tiling=tiling).astype(mx.float32)
-            expected = in_float32(**arguments)
+            x, product = random_product(rows, 192, inner, kind, dtype)
+            got = products(x, product, tiling=tiling).astype(mx.float32)
+            expected = in_float32(x, product)
             error = float(np.array(mx.max(mx.abs(got - expected)) / mx.max(mx.abs(expected))))
             if not error <= worst:
                 worst, where = error, f"{rows} rows, K {inner}"
     return None if worst <= 1.2e-2 else f"differs by {worst:.3g} at {where}"
 
 
-def random_arguments(
+def random_product(
     rows: int, outputs: int, inner: int, kind: dict[str, bool], dtype: mx.Dtype
-) -> dict[str, Any]:
+) -> tuple[mx.array, Product]:
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape).astype(dtype)
 
     width = outputs // 2 if kind.get("gated") else outputs
     bias = normal(outputs) if kind.get("bias") else None
-    return {
-        "x": normal(rows, 1, inner),
-        "dense": Dense(normal(outputs, inner), bias),
-        "norm": Norm(normal(inner), EPS) if kind.get("norm") else None,
-        "residual": normal(rows, 1, width) if kind.get("residual") else None,
-        "gated": bool(kind.get("gated")),
-    }
+    return normal(rows, 1, inner), Product(
+        Dense(normal(outputs, inner), bias),
+        Norm(normal(inner), EPS) if kind.get("norm") else None,
+        normal(rows, 1, width) if kind.get("residual") else None,
+        bool(kind.get("gated")),
+    )
 
 
-def in_float32(x: mx.array, dense: Dense, norm: Norm | None, residual: mx.array | None, gated: bool) -> mx.array:
+def in_float32(x: mx.array, product: Product) -> mx.array:
     """The definition in float64 on the host."""
 
     def host(array: mx.array) -> np.ndarray:
         return np.array(array.astype(mx.float32)).astype(np.float64)
 
+    dense, norm, residual = product.dense, product.norm, product.residual
     v = host(x).reshape(x.shape[0], -1)
     if norm is not None:
         v = v / np.sqrt((v * v).mean(axis=1, keepdims=True) + norm.eps) * host(norm.weight)
     y = v @ host(dense.weight).T
     if dense.bias is not None:
         y = y + host(dense.bias)
-    if gated:
+    if product.gated:
         gate, up = np.split(y, 2, axis=1)
         y = gate / (1 + np.exp(-gate)) * up
     if residual is not None:
@@ -202,20 +203,20 @@ def product_cases(shape: str) -> list[tuple[str, int, int, dict[str, bool]]]:
     ]
 
 
-def once(by: Any, weights: Iterator[Dense], arguments: dict[str, Any], **more: Any) -> mx.array:
-    result: mx.array = by(**{**arguments, "dense": next(weights)}, **more)
+def once(by: Any, weights: Iterator[Dense], x: mx.array, product: Product) -> mx.array:
+    result: mx.array = by(x, replace(product, dense=next(weights)))
     return result
 
 
 def queued(
-    by: Any, weights: Iterator[Dense], arguments: dict[str, Any], zero: mx.array, count: int = 48
+    by: Any, weights: Iterator[Dense], x: mx.array, product: Product, zero: mx.array, count: int = 48
 ) -> list[mx.array]:
     """``count`` products after ``zero``; residuals make them a chain."""
-    x = arguments["x"] + zero.astype(arguments["x"].dtype)
+    x = x + zero.astype(x.dtype)
     results = []
-    residual = arguments["residual"]
+    residual = product.residual
     for _ in range(count):
-        results.append(by(**{**arguments, "dense": next(weights), "x": x, "residual": residual}))
+        results.append(by(x, replace(product, dense=next(weights), residual=residual)))
         residual = results[-1] if residual is not None else None
     return results
 
@@ -242,12 +243,12 @@ def time_one(
     weights: Iterator[Dense],
     long: Long,
 ) -> str | None:
-    arguments = random_arguments(rows, outputs, inner, kind, mx.bfloat16)
-    mx.eval([arguments[name] for name in ("x", "residual") if arguments[name] is not None])
+    x, product = random_product(rows, outputs, inner, kind, mx.bfloat16)
+    mx.eval([array for array in (x, product.residual) if array is not None])
     host, gpu = [], []
     for by in (products, plain_product):
-        host.append(best_seconds(partial(once, by, weights, arguments), rounds=3) * 1e6)
-        gpu.append(gpu_seconds(long, partial(queued, by, weights, arguments), 48) * 1e6)
+        host.append(best_seconds(partial(once, by, weights, x, product), rounds=3) * 1e6)
+        gpu.append(gpu_seconds(long, partial(queued, by, weights, x, product), 48) * 1e6)
     rate = [2 * outputs * inner / max(us, 0.01) / 1e6 for us in gpu]
     print(
         f"{label:>20} {outputs:6d} x {inner:5d} | {rows:2d} | {host[0]:6.1f} {host[1]:6.1f} | "
@@ -266,7 +267,7 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
         for label, outputs, inner, kind in product_cases(shape):
             weights = ring(outputs, inner)
             for rows in (8, 32):
-                arguments = random_arguments(rows, outputs, inner, kind, mx.bfloat16)
+                x, product = random_product(rows, outputs, inner, kind, mx.bfloat16)
                 gated = bool(kind.get("gated"))
                 found = []
                 for tiling in candidates(rows, outputs, gated):
@@ -275,7 +276,7 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
                         return
                     by = partial(products, tiling=tiling)
                     try:
-                        us = gpu_seconds(long, partial(queued, by, weights, arguments), 48) * 1e6
+                        us = gpu_seconds(long, partial(queued, by, weights, x, product), 48) * 1e6
                     except Exception as error:
                         say(f"{shape} {label} {tiling}: {str(error).splitlines()[0][:100]}")
                         continue
@@ -342,7 +343,7 @@ def normal(*shape: int, dtype: mx.Dtype) -> mx.array:
 def check_experts(kernel: Any, layer: Any, rows: int, dtype: mx.Dtype) -> str | None:
     """Routing against its definition on the same logits; the rest in float32 with the routing that was found."""
     h = normal(rows, 1, layer.gate.shape[2], dtype=dtype)
-    logits = plain_product(h, layer.router, norm=layer.norm)
+    logits = plain_product(h, Product(layer.router, layer.norm))
     chosen, weights = kernel.route(logits, layer)
     wide = logits.astype(mx.float32)
     best = mx.argsort(-wide, axis=-1)[:, : layer.choices]
@@ -385,7 +386,7 @@ def time_experts(kernel: Any, layers: Sequence[Any], rows: int, long: Long) -> s
 
     gpu = gpu_seconds(long, chain, 9) * 1e6
     layer = layers[0]
-    logits = plain_product(h, layer.router, norm=layer.norm)
+    logits = plain_product(h, Product(layer.router, layer.norm))
     chosen, _ = kernel.route(logits, layer)
     distinct = len(set(np.array(chosen).reshape(-1).tolist()))
     moved = 3 * 2 * distinct * layer.gate.shape[1] * layer.gate.shape[2]

@@ -23,7 +23,7 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.small_rows import Products, SmallRowsKernel, plain_product
+from headrace.runner.small_rows import Product, Products, SmallRowsKernel, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -152,7 +152,7 @@ class PlainExperts:
 
     def __call__(self, h: mx.array, experts: Experts, products: Products) -> mx.array:
         self.calls += 1
-        shares = mx.softmax(products(h, experts.router, norm=experts.norm).astype(mx.float32), axis=-1)
+        shares = mx.softmax(products(h, Product(experts.router, experts.norm)).astype(mx.float32), axis=-1)
         chosen = mx.argsort(-shares, axis=-1)[:, : experts.choices]
         weights = mx.take_along_axis(shares, chosen, axis=-1)
         if experts.normalized:
@@ -199,8 +199,8 @@ def test_a_wrong_block_is_not_used() -> None:
 
 
 def test_a_wrong_product_is_not_used() -> None:
-    def wrong(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        y = plain_product(x, *args, **kwargs)
+    def wrong(x: mx.array, product: Product) -> mx.array:
+        y = plain_product(x, product)
         y[..., -1] = 0
         return y
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,7 +16,15 @@ from test_decoder_block import FunctionalRotate, model_with
 
 from headrace.runner import small_rows
 from headrace.runner.attention.dispatch import install
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Tiling, largest_difference, plain_product
+from headrace.runner.small_rows import (
+    Dense,
+    KernelProducts,
+    Norm,
+    Product,
+    Tiling,
+    largest_difference,
+    plain_product,
+)
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.block_check import compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward
@@ -62,20 +69,18 @@ def test_products(form: dict[str, bool], dtype: mx.Dtype) -> None:
     for rows in (3,) if dtype == mx.float16 else (1, 37):
         x = normal(rows, 1, 96, dtype=dtype)
         dense = Dense(normal(64, 96, dtype=dtype), normal(64, dtype=dtype) if form.get("bias") else None)
-        arguments: dict[str, Any] = {"gated": gated}
-        if form.get("norm"):
-            arguments["norm"] = Norm(normal(96, dtype=dtype), 1e-5)
-        if form.get("residual"):
-            arguments["residual"] = normal(rows, 1, 64, dtype=dtype)
-        got, expected = products(x, dense, **arguments), plain_product(x, dense, **arguments)
+        norm = Norm(normal(96, dtype=dtype), 1e-5) if form.get("norm") else None
+        residual = normal(rows, 1, 64, dtype=dtype) if form.get("residual") else None
+        product = Product(dense, norm, residual, gated)
+        got, expected = products(x, product), plain_product(x, product)
         assert got.shape == expected.shape and got.dtype == expected.dtype
         assert largest_difference(got, expected) < 1.5e-2
 
 
 def test_attention_output_needs_no_reshape() -> None:
     x, dense, residual = normal(2, 4, 1, 16), Dense(normal(32, 64)), normal(2, 1, 32)
-    got = KernelProducts()(x, dense, residual=residual)
-    assert largest_difference(got, plain_product(x, dense, residual=residual)) < 1.5e-2
+    product = Product(dense, residual=residual)
+    assert largest_difference(KernelProducts()(x, product), plain_product(x, product)) < 1.5e-2
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -121,7 +126,7 @@ def test_experts(rows: int, dtype: mx.Dtype, normalized: bool) -> None:
     )
     h = normal(rows, 1, hidden, dtype=dtype)
     kernel = CudaExperts()
-    logits = plain_product(h, experts.router, norm=experts.norm)
+    logits = plain_product(h, Product(experts.router, experts.norm))
     chosen, weights = kernel.route(logits, experts)
     x = mx.fast.rms_norm(h, experts.norm.weight, experts.norm.eps)[:, 0].astype(mx.float32)
     total = h[:, 0].astype(mx.float32)

@@ -26,7 +26,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import KVHandle, LayerView
 from headrace.runner.mlx_lm_adapter import bound_attention
-from headrace.runner.small_rows import Dense, Norm, Products
+from headrace.runner.small_rows import Dense, Norm, Product, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -69,7 +69,8 @@ class DenseFeedForward:
     down: Dense
 
     def __call__(self, h: mx.array, products: Products) -> mx.array:
-        return products(products(h, self.gate_up, norm=self.norm, gated=True), self.down, residual=h)
+        inner = products(h, Product(self.gate_up, norm=self.norm, gated=True))
+        return products(inner, Product(self.down, residual=h))
 
 
 class FusedBlock(nn.Module):  # type: ignore[misc]
@@ -97,13 +98,13 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         if not self.takes(x, mask, cache):
             return self.inner(x, mask, cache=cache)  # type: ignore[no-any-return]
         parts = self.attention
-        qkv = self._products(x, parts.qkv, norm=parts.norm)
+        qkv = self._products(x, Product(parts.qkv, norm=parts.norm))
         queries = self._rotate(qkv, cache, parts.rotary)
         handle = KVHandle(cache)
         attend = bound_attention(self.inner.self_attn)
         assert attend is not None, "the pattern has one"
         out = attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
-        h = self._products(out, parts.out, residual=x)
+        h = self._products(out, Product(parts.out, residual=x))
         return self.feed_forward(h, self._products)
 
     def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:

@@ -30,6 +30,7 @@ from headrace.runner.small_rows import (
     TOLERANCE,
     Dense,
     Norm,
+    Product,
     Products,
     bounds,
     largest_difference,
@@ -100,7 +101,7 @@ class CudaExperts:
     def __call__(self, h: mx.array, experts: Experts, products: Products) -> mx.array:
         norm = experts.norm
         normed = h.dtype == mx.bfloat16
-        logits = products(h, experts.router, norm=norm)
+        logits = products(h, Product(experts.router, norm))
         x = h if normed else mx.fast.rms_norm(h, norm.weight, norm.eps)
         chosen, weights = self.route(logits, experts)
         gate = [x, experts.gate, experts.up, chosen, *([norm.weight] if normed else [])]
@@ -300,7 +301,9 @@ class ExpertsFeedForward:
 
     def settled(self, h: mx.array) -> mx.array:
         """``[B]`` bool: whether the row's choice of experts does not hang on rounding."""
-        logits = mx.sort(plain_product(h, self.experts.router, norm=self.experts.norm).astype(mx.float32), axis=-1)
+        logits = mx.sort(
+            plain_product(h, Product(self.experts.router, self.experts.norm)).astype(mx.float32), axis=-1
+        )
         last, next_one = logits[:, -self.experts.choices], logits[:, -self.experts.choices - 1]
         return last - next_one > _UNSETTLED * mx.max(mx.abs(logits), axis=-1)
 

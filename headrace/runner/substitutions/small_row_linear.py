@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.small_rows import Dense, SmallRowsKernel, takes
+from headrace.runner.small_rows import Dense, Product, SmallRowsKernel, takes
 from headrace.runner.substitutions.decoder_block import FusedBlock
 
 
@@ -31,7 +31,7 @@ def small_row_product(x: mx.array, weight: mx.array, kernel: SmallRowsKernel) ->
     rows = x.size // x.shape[-1]
     dense = Dense(weight)
     if kernel.wins(rows, dense) and takes(rows, x.dtype, dense):
-        return kernel(x.reshape(rows, x.shape[-1]), dense).reshape(*x.shape[:-1], weight.shape[0])
+        return kernel(x.reshape(rows, x.shape[-1]), Product(dense)).reshape(*x.shape[:-1], weight.shape[0])
     return x @ weight.T
 
 
