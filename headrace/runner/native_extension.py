@@ -112,11 +112,14 @@ def _package(name: str) -> Path | None:
 
 
 def _import(name: str, file: Path) -> ModuleType:
+    if name in sys.modules:  # its types can be registered once
+        return sys.modules[name]
     loader = importlib.machinery.ExtensionFileLoader(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
+    sys.modules[name] = module
     return module
 
 
