@@ -46,6 +46,7 @@ from headrace.runner.step_graphs import StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 
+GRAPH_BYTES = 8 << 30
 SPARE_BYTES = 3 << 30  # activations, logits, MLX's buffer cache
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
 
@@ -73,9 +74,7 @@ class HeadraceStep:
         pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu(), store=store)
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
-        self.graphs = (
-            StepGraphs.for_device(8 << 30) if os.environ.get("HEADRACE_STEP_GRAPHS", "1") != "0" else None
-        )
+        self.graphs = StepGraphs.for_device(GRAPH_BYTES)
         self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs)
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
@@ -126,8 +125,9 @@ def prepare(model: nn.Module) -> str:
     install(choice.kernel)
     fuse_projections(model)
     note = choice.note
+    replayed = StepGraphs.for_device(GRAPH_BYTES) is not None
     if _on_gpu() and not mx.metal.is_available():
-        note = f"{note}; {substitute_decode_products(model, PoolStore.checked())}"
+        note = f"{note}; {substitute_decode_products(model, PoolStore.checked(), replayed=replayed)}"
     substitute_head(model)
     return note
 

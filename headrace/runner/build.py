@@ -34,6 +34,7 @@ from headrace.runner.attention.kernel_check import KernelChoice, choose_model_ke
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
 from headrace.runner.device import Device, read_device
+from headrace.runner.device_arrays import settle_small_parameters
 from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks
 from headrace.runner.kernel_cache import device_cache
@@ -98,6 +99,7 @@ class _Prepared:
     head_major: bool
     attention: str
     store: PoolStore | None
+    graphs: StepGraphs | None
     cache: StartCache
     known: StartFacts | None
 
@@ -135,7 +137,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         prepared.vocab_size,
         options,
         GrammarMasks(grammars, prepared.vocab_size),
-        StepGraphs.for_device(STEP_GRAPH_BYTES),
+        prepared.graphs,
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
     if kernels is not None:
@@ -180,8 +182,10 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     choice = _kernel_choice(files, found, softcap, head_major)
     install(choice.kernel)
     store = None if head_major else PoolStore.checked()
+    graphs = None if store is None else StepGraphs.for_device(STEP_GRAPH_BYTES)
     if device.kind == "cuda":
-        log.info(substitute_decode_products(model, store))
+        settle_small_parameters(model)
+        log.info(substitute_decode_products(model, store, replayed=graphs is not None))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
@@ -207,7 +211,9 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         attention = "reference attention: the model computes its own"
     elif wanted.decode_kernel and not options.decode_kernel:
         attention = "reference attention: the kernel reads packed KV wrongly here"
-    return _Prepared(loaded, found, selector, options, vocab_size, head_major, attention, store, cache, known)
+    return _Prepared(
+        loaded, found, selector, options, vocab_size, head_major, attention, store, graphs, cache, known
+    )
 
 
 def _kernel_choice(files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool) -> KernelChoice:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headrace.core.step import BlockCopy
+from headrace.runner.device_arrays import MARK_SHAPE
 from headrace.runner.kv_packing import VectorPacking, scale_dtype
 from headrace.runner.pool_store import PoolStore, ordered
 
@@ -90,7 +91,7 @@ class KVPool:
         assert store is None or not head_major, "in-place writes are of token-major pools"
         self.layers = tuple(layers)
         self._store = store
-        self.marks = [] if store is None else [mx.zeros((1,), mx.int32) for _ in layers]
+        self.marks = [] if store is None else [mx.zeros(MARK_SHAPE, mx.int32) for _ in layers]
         self.block_size = block_size
         self.head_major = head_major
         self.keys: list[mx.array] = []

@@ -383,19 +383,19 @@ class ModelRunner:
             logits = self._forward(tokens[:, None], batch)[:, 0]
             self._forwards.append([logits])
             return tokens, logits
-        arrays = [tokens, batch.offsets, batch.ends]
-        arrays += [array for group in batch.groups for array in _gather_arrays(group)]
+        sent = [batch.offsets, batch.ends]
+        sent += [array for group in batch.groups for array in _gather_arrays(group)]
         run = self._decode_compiled if self._graphs is None else partial(self._graphs.run, self._decode_compiled)
-        logits, self._pool.changes = run(arrays, self._pool.marks)
+        logits, self._pool.changes = run(tokens, sent, self._pool.marks)
         self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
 
     def _decode_compiled(
-        self, arrays: Sequence[mx.array], marks: list[mx.array]
+        self, tokens: mx.array, arrays: Sequence[mx.array], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """The compiled forward over ``tokens, offsets, ends`` and the groups' arrays; logits and changes."""
+        """The compiled forward over ``offsets``, ``ends`` and the groups' arrays; logits and changes."""
         assert self._decode_forward is not None
-        tokens, offsets, ends, *rest = arrays
+        offsets, ends, *rest = arrays
         groups = list(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
         logits, changes = self._decode_forward(self._pool.state, marks, tokens, offsets, ends, groups)
         return logits, changes

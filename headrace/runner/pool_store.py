@@ -4,7 +4,7 @@ A functional scatter is in place only while nothing else refers to the pool, so 
 than the one before had been read. This kernel lifts that: the pools never change identity, and steps may queue.
 
 MLX orders operations by the arrays they exchange, and a write into an input exchanges none. So every write returns
-a *mark* ``[1]`` int32, always zero: whoever must come after the write takes the mark as an input. Writes of one
+a *mark*, some int32 zeros: whoever must come after the write takes the mark as an input. Writes of one
 layer form a chain through its mark; readers take the newest (kernels as an unused input, MLX's own gathers through
 block tables to which the mark is added). What a write must not overtake is ordered otherwise: a slot is written
 again only by a later step, behind the tokens or the marks of the earlier ones (docs/kv-cache.md).
@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from headrace.runner.device_arrays import MARK_SHAPE
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 
 log = logging.getLogger("headrace.runner")
@@ -28,7 +29,7 @@ log = logging.getLogger("headrace.runner")
 THREADS = 128
 
 # Constants W0, W1 …: elements per slot. Inputs: p0 …: pools [slots, W] (written), r0 …: rows [N, W], slots [N]
-# int32, mark [1] int32. Output: after [1] int32, zero. Grid: a block of THREADS threads per row.
+# int32, mark. Output: after [MARKS] int32, zeros. Grid: a block of THREADS threads per row.
 _ARRAY = """
   {{
     WRITABLE({type})* to = (WRITABLE({type})*)(p{i}) + slot * W{i};
@@ -40,7 +41,7 @@ _BODY = """
   const int thread = int(thread_position_in_threadgroup.x);
   const long slot = long(slots[row]);
 {arrays}
-  if (row == 0 && thread == 0) after[0] = 0;
+  if (row == 0 && thread < MARKS) after[thread] = 0;
 """
 
 
@@ -108,10 +109,14 @@ class PoolStore:
         widths = [int(np.prod(pool.shape[1:])) for pool in pools]
         after: mx.array = self._kernels[len(pools)](
             inputs=[*pools, *rows, slots, mark],
-            template=[("T", pools[0].dtype), *((f"W{i}", width) for i, width in enumerate(widths))],
+            template=[
+                ("T", pools[0].dtype),
+                ("MARKS", MARK_SHAPE[0]),
+                *((f"W{i}", width) for i, width in enumerate(widths)),
+            ],
             grid=(slots.shape[0] * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(1,)],
+            output_shapes=[MARK_SHAPE],
             output_dtypes=[mx.int32],
         )[0]
         return after
@@ -119,7 +124,7 @@ class PoolStore:
 
 def ordered(tables: mx.array, mark: mx.array | None) -> mx.array:
     """Block tables for an MLX gather that must come after the write of ``mark``."""
-    return tables if mark is None else tables + mark
+    return tables if mark is None else tables + mark[:1]
 
 
 def _works(store: PoolStore) -> bool:
@@ -127,7 +132,7 @@ def _works(store: PoolStore) -> bool:
     pools = [mx.full((40, 2, 8), value, mx.float16) for value in (0.5, 0.25)]
     mx.eval(pools)
     rows = [mx.arange(3 * 16).reshape(3, 2, 8).astype(mx.float16) + value for value in (1, 100)]
-    mark = mx.zeros((1,), mx.int32)
+    mark = mx.zeros(MARK_SHAPE, mx.int32)
     first, second = mx.array([7, 0, 39], mx.int32), mx.array([8, 7, 1], mx.int32)
     mark = store.write(pools, rows, first, mark)
     early = pools[0][ordered(first, mark)]

@@ -19,17 +19,19 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.device_arrays import MARK_SHAPE, on_device
 from headrace.runner.native_extension import ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
-# The step's inputs, then the marks its writes come after -> logits, the marks of its writes.
-Forward = Callable[[Sequence[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+# Tokens, int32 arrays that the host has made, marks that writes come after -> logits, the marks of its writes.
+Forward = Callable[[mx.array, Sequence[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
 _Key = tuple[tuple[int, ...], ...]
 _RECORD_AT = 3
 
@@ -82,66 +84,92 @@ class StepGraphs:
         self._buckets.clear()
 
     def run(
-        self, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+        self, forward: Forward, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """One step: ``forward(inputs, marks)``, by replay where a recording is there.
+        """One step: ``forward(tokens, sent, marks)``, by replay where a recording is there.
+
+        Args:
+            forward: builds the step's operations.
+            tokens: int32, of the host or the device.
+            sent: int32 arrays that the host has just made.
+            marks: what the step's writes come after.
 
         Logits may be a lazy float32 array where ``forward`` gives another type. They must be evaluated, with
         whatever else reads them, before the next step of the same bucket is.
         """
-        key = tuple(array.shape for array in inputs)
+        key = tokens.shape, *(array.shape for array in sent)
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         bucket.steps += 1
         if bucket.trusted:
             self.replayed += 1
-            return self._replay(bucket, inputs, marks)
+            return self._replay(bucket, tokens, sent, marks)
         if bucket.refused or bucket.steps < _RECORD_AT:
-            return forward(inputs, marks)
+            return forward(tokens, sent, marks)
         if bucket.graph is None:
-            return self._record(bucket, forward, inputs, marks)
-        return self._compare(bucket, forward, inputs, marks)
+            return self._record(bucket, forward, tokens, sent, marks)
+        return self._compare(bucket, forward, tokens, sent, marks)
 
     def _replay(
-        self, bucket: _Bucket, inputs: Sequence[mx.array], marks: list[mx.array]
+        self, bucket: _Bucket, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         after = list({id(mark): mark for mark in marks}.values())
-        logits, mark = self._native.replay(bucket.graph, list(inputs), after)
+        logits, mark = self._native.replay(bucket.graph, tokens, list(sent), after)
         # The recording's own buffer is written again by the next replay.
         copied = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits + 0.0
         return copied, [mark] * len(marks)
 
     def _record(
-        self, bucket: _Bucket, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+        self,
+        bucket: _Bucket,
+        forward: Forward,
+        tokens: mx.array,
+        sent: Sequence[mx.array],
+        marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
-        fixed = [array + mx.zeros_like(array) for array in inputs]
-        zero = mx.zeros((1,), mx.int32)
-        mx.eval(fixed, zero, marks)
+        # Parts of longer arrays, for the reason that device_arrays.py gives.
+        fixed = on_device(mx.concatenate([tokens, mx.zeros(MARK_SHAPE, mx.int32)]))[: len(tokens)]
+        packed = on_device(
+            mx.concatenate([*(array.reshape(-1) for array in sent), mx.zeros(MARK_SHAPE, mx.int32)])
+        )
+        ends = list(accumulate(array.size for array in sent))
+        parts = [
+            packed[end - array.size : end].reshape(array.shape) for array, end in zip(sent, ends, strict=True)
+        ]
+        zero = mx.zeros(MARK_SHAPE, mx.int32)
+        mx.eval(fixed, parts, zero, marks)
         before = mx.get_active_memory()
         graph = self._native.StepGraph()
         graph.begin()
         try:
-            logits, after = forward(fixed, marks)
+            logits, after = forward(fixed, parts, marks)
             mx.eval(self._native.mark(graph, [logits, *after]), logits, after)
         finally:
             graph.end()
-        result = logits + mx.zeros_like(logits)
-        mx.eval(result)
-        if graph.error:
-            self._refuse(bucket, graph.error)
+        result = on_device(logits)
+        try:
+            if graph.error:
+                raise RuntimeError(graph.error)
+            graph.bind(fixed, packed, parts, [logits], zero)
+        except RuntimeError as error:
+            self._refuse(bucket, str(error))
         else:
-            graph.bind(fixed, [logits], zero)
             bucket.graph = graph
             bucket.nbytes = max(0, mx.get_active_memory() - before)
             self._make_room(bucket)
         return result, after
 
     def _compare(
-        self, bucket: _Bucket, forward: Forward, inputs: Sequence[mx.array], marks: list[mx.array]
+        self,
+        bucket: _Bucket,
+        forward: Forward,
+        tokens: mx.array,
+        sent: Sequence[mx.array],
+        marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
-        logits, after = forward(inputs, marks)
+        logits, after = forward(tokens, sent, marks)
         mx.eval(logits, after)
-        replayed, _ = self._replay(bucket, inputs, after)
+        replayed, _ = self._replay(bucket, tokens, sent, after)
         if mx.array_equal(replayed, logits.astype(mx.float32), equal_nan=True).item():
             bucket.trusted = True
             log.debug("decode step recorded: %d kernels, %d bytes", bucket.graph.nodes, bucket.nbytes)

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.runner.attention import paged_decode_source as source
+from headrace.runner.device_arrays import DeviceConstants
 from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.kv_packing import scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
@@ -116,6 +117,7 @@ class PagedDecodeKernel:
 
     def __init__(self, make: Callable[..., Any], prelude: str, floats: int) -> None:
         self._floats = floats
+        self._constants = DeviceConstants()
         self._whole: dict[int | None, Any] = {}
         self._split: dict[int | None, Any] = {}
         for bits in (None, 8, 4):
@@ -180,17 +182,17 @@ class PagedDecodeKernel:
         assert tables is not None
         context = tables.shape[1] * pool.block_size
         splits = form.splits(rows, context if window is None else min(context, window))
-        sizes = mx.array([tables.shape[1], splits, window or 0], mx.int32)
-        sink_values = mx.zeros((1,), mx.float32) if sinks is None else sinks.astype(mx.float32)
+        sizes = self._constants.get((tables.shape[1], splits, window or 0), mx.int32)
+        sink_values = self._constants.get((), mx.float32) if sinks is None else sinks.astype(mx.float32)
         threads = source.WARPS * 32
         launch = {
             "inputs": [
                 queries,
                 *_read(view),
                 sizes,
-                mx.array([scale, softcap], mx.float32),
+                self._constants.get((scale, softcap), mx.float32),
                 sink_values,
-                _mark(pool, view.layer),
+                self._mark(pool, view.layer),
             ],
             "template": form.template(whole=splits == 1),
             "grid": (splits * threads, heads // form.queries_per_block, rows),
@@ -212,6 +214,10 @@ class PagedDecodeKernel:
                 **result,
             )[0]
         return out
+
+    def _mark(self, pool: KVPool, layer: int) -> mx.array:
+        """What the kernel has to wait for besides its inputs: writes in place, where a pool has them."""
+        return pool.marks[layer] if pool.marks else self._constants.get((), mx.int32)
 
 
 def refusal(layer: LayerShape) -> str | None:
@@ -252,8 +258,3 @@ def _read(view: LayerView) -> list[mx.array]:
         group.bases,
         view.batch.ends,
     ]
-
-
-def _mark(pool: KVPool, layer: int) -> mx.array:
-    """What the kernel has to wait for besides its inputs: writes in place, where a pool has them."""
-    return pool.marks[layer] if pool.marks else mx.zeros((1,), mx.int32)

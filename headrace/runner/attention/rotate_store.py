@@ -16,14 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.device_arrays import MARK_SHAPE, DeviceConstants
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 from headrace.runner.layer_view import LayerView
 
 # Constants: T, D head size, THREADS (D rounded up to whole warps), H and KV heads, ROT rotated elements,
 # PAIRS (1: neighbours rotate together, 0: halves), NORM (1: query and key heads are normalized).
 # Inputs: qkv [B, (H + 2 KV) * D] of T, k and v [slots, KV, D] of T (written), slots [B] and offsets [B] int32,
-# inv_freq [ROT / 2] float32, q_norm and k_norm [D] of T (read where NORM), params [2] float32 (position scale,
-# epsilon), mark [1]. Outputs: queries [B, H, 1, D] of T, after [1] int32, zero.
+# inv_freq [ROT / 2] float32, q_norm and k_norm [D] of T (read where NORM), params float32 (position scale,
+# epsilon), mark. Outputs: queries [B, H, 1, D] of T, after [MARKS] int32, zeros.
 BODY = """
   SHARED float values[THREADS];
   SHARED float sums[THREADS / 32];
@@ -64,7 +65,7 @@ BODY = """
       ((WRITABLE(T)*)(v))[(slot * KV + head - H - KV) * D + i] = T(x);
     }
   }
-  if (head == 0 && row == 0 && i == 0) after[0] = 0;
+  if (head == 0 && row == 0 && i < MARKS) after[i] = 0;
 """
 
 
@@ -103,6 +104,7 @@ class RotateAndStore:
     """
 
     def __init__(self, make: Callable[..., Any], header: str) -> None:
+        self._constants = DeviceConstants()
         self._kernel = make(
             name="rotate_store",
             input_names=[
@@ -160,7 +162,7 @@ class RotateAndStore:
                 spec.inv_freq,
                 blank,
                 blank if norm is None else spec.k_norm,
-                mx.array([spec.position_scale, spec.eps], mx.float32),
+                self._constants.get((spec.position_scale, spec.eps), mx.float32),
                 pool.marks[index],
             ],
             template=[
@@ -172,10 +174,11 @@ class RotateAndStore:
                 ("ROT", spec.rotated_dims),
                 ("PAIRS", int(spec.traditional)),
                 ("NORM", int(norm is not None)),
+                ("MARKS", MARK_SHAPE[0]),
             ],
             grid=((spec.heads + 2 * spec.kv_heads) * threads, rows, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[(rows, spec.heads, 1, dim), (1,)],
+            output_shapes=[(rows, spec.heads, 1, dim), MARK_SHAPE],
             output_dtypes=[qkv.dtype, mx.int32],
         )
         return queries  # type: ignore[no-any-return]

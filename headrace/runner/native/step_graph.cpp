@@ -10,11 +10,15 @@
 // graph; end() puts the limits back. A replay is an operation like others: it may be lazy, and what takes its
 // results as inputs comes after it.
 //
+// Inputs that the host makes go through pinned memory into one array, of which the recorded step's inputs are parts:
+// one copy, and no kernel reads memory that the host shares (see device_arrays.py).
+//
 // The encoder's members are MLX's own affair, so this file belongs to one MLX version (pyproject.toml pins it), and
 // the recorded step is compared with a normal one before it is used (step_graphs.py).
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 #include <functional>
@@ -53,6 +57,9 @@ namespace {
 
 // -- CUDA's driver, which MLX has loaded already --------------------------------------------------------------
 
+struct CUevent_st;
+constexpr unsigned kNoTiming = 2;  // of an event
+
 enum NodeType : int { kKernel = 0, kMemset = 2, kGraph = 4, kEmpty = 5 };
 
 struct Driver {
@@ -65,6 +72,12 @@ struct Driver {
   int (*launch)(CUgraphExec_st*, CUstream_st*);
   int (*destroy)(CUgraphExec_st*);
   int (*copy)(CUdeviceptr, CUdeviceptr, size_t, CUstream_st*);
+  int (*pinned)(void**, size_t, unsigned);
+  int (*unpin)(void*);
+  int (*make_event)(CUevent_st**, unsigned);
+  int (*record_event)(CUevent_st*, CUstream_st*);
+  int (*wait_event)(CUevent_st*);
+  int (*destroy_event)(CUevent_st*);
   int (*error_string)(int, const char**);
 
   static const Driver& get() {
@@ -89,6 +102,12 @@ struct Driver {
     find(launch, "cuGraphLaunch");
     find(destroy, "cuGraphExecDestroy");
     find(copy, "cuMemcpyAsync");
+    find(pinned, "cuMemHostAlloc");
+    find(unpin, "cuMemFreeHost");
+    find(make_event, "cuEventCreate");
+    find(record_event, "cuEventRecord");
+    find(wait_event, "cuEventSynchronize");
+    find(destroy_event, "cuEventDestroy_v2");
     find(error_string, "cuGetErrorString");
   }
 };
@@ -129,6 +148,50 @@ size_t count_nodes(CUgraph_st* graph) {
   }
   return total;
 }
+
+// Pinned memory for what the host sends along with a step, several steps' worth: a part is written again when the
+// copy out of it is over.
+class Outbox {
+ public:
+  Outbox() = default;
+  Outbox(const Outbox&) = delete;
+
+  ~Outbox() {
+    auto& driver = Driver::get();
+    for (auto* event : events_) {
+      driver.wait_event(event);
+      driver.destroy_event(event);
+    }
+    if (memory_) driver.unpin(memory_);
+  }
+
+  void allocate(size_t bytes) {
+    auto& driver = Driver::get();
+    bytes_ = bytes;
+    check(driver.pinned(&memory_, std::max<size_t>(1, bytes * kParts), 0), "allocating pinned memory");
+    for (int i = 0; i < kParts; i++) {
+      events_.push_back(nullptr);
+      check(driver.make_event(&events_.back(), kNoTiming), "making an event");
+    }
+  }
+
+  void send(const std::vector<char>& data, CUdeviceptr to, CUstream_st* stream) {
+    auto& driver = Driver::get();
+    char* part = static_cast<char*>(memory_) + next_ * bytes_;
+    check(driver.wait_event(events_[next_]), "waiting for a step's input to be sent");
+    std::memcpy(part, data.data(), data.size());
+    check(driver.copy(to, reinterpret_cast<CUdeviceptr>(part), data.size(), stream), "sending a step's input");
+    check(driver.record_event(events_[next_], stream), "sending a step's input");
+    next_ = (next_ + 1) % kParts;
+  }
+
+ private:
+  static constexpr int kParts = 4;
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+  int next_ = 0;
+  std::vector<CUevent_st*> events_;
+};
 
 // -- a recorded step ------------------------------------------------------------------------------------------
 
@@ -179,31 +242,53 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     if (!exec_ && error_.empty()) error_ = "the step was not evaluated";
   }
 
-  // What the recorded step read and wrote, evaluated; `zero` is an array to hand out as the replay's mark.
-  void bind(const std::vector<mx::array>& inputs, const std::vector<mx::array>& results, const mx::array& zero) {
-    for (auto& input : inputs) {
-      if (!input.flags().row_contiguous) throw std::invalid_argument("a recorded input is not contiguous");
+  // What the recorded step read and wrote, evaluated: an input of the device, inputs of the host, one behind the
+  // other in `packed`, and results. `zero` is an array to hand out as the replay's mark.
+  void bind(const mx::array& input, const mx::array& packed, const std::vector<mx::array>& parts,
+            const std::vector<mx::array>& results, const mx::array& zero) {
+    CUdeviceptr at = address(packed);
+    for (auto& part : parts) {
+      if (address(part) != at || !part.flags().row_contiguous) {
+        throw std::runtime_error("the recorded inputs are not parts of one array");
+      }
+      at += part.nbytes();
     }
-    inputs_ = inputs;
+    if (!input.flags().row_contiguous) throw std::runtime_error("a recorded input is not contiguous");
+    arrays_ = {input, packed};
+    parts_ = parts;
     results_ = results;
     results_.push_back(zero);
+    outbox_.allocate(packed.nbytes());
     check(Driver::get().upload(exec_, encoder().stream()), "uploading the step");
   }
 
-  void launch(const std::vector<mx::array>& inputs, std::vector<mx::array>& results) {
+  void launch(const mx::array& input, const std::vector<char>& sent, std::vector<mx::array>& results) {
     auto& encoder = this->encoder();
     encoder.commit();
     CUstream_st* stream = encoder.stream();
-    for (size_t i = 0; i < inputs_.size(); i++) {
-      if (inputs_[i].nbytes() == 0) continue;
-      check(Driver::get().copy(address(inputs_[i]), address(inputs[i]), inputs_[i].nbytes(), stream),
-            "copying a step's input");
-    }
+    check(Driver::get().copy(address(arrays_[0]), address(input), input.nbytes(), stream), "copying a step's input");
+    outbox_.send(sent, address(arrays_[1]), stream);
     check(Driver::get().launch(exec_, stream), "launching a step");
     for (size_t i = 0; i < results.size(); i++) results[i].copy_shared_buffer(results_[i]);
   }
 
-  const std::vector<mx::array>& inputs() const { return inputs_; }
+  // The bytes of the host's inputs (fewer than `packed` may hold), which must be arrays that the host has made and nothing has written since.
+  std::vector<char> gather(const std::vector<mx::array>& parts) const {
+    if (parts.size() != parts_.size()) throw std::invalid_argument("a step takes other inputs than the recorded one");
+    std::vector<char> bytes;
+    bytes.reserve(arrays_[1].nbytes());
+    for (size_t i = 0; i < parts.size(); i++) {
+      auto& part = parts[i];
+      if (part.shape() != parts_[i].shape() || part.dtype() != parts_[i].dtype() || !part.flags().row_contiguous) {
+        throw std::invalid_argument("a step's input has another shape than the recorded one");
+      }
+      const char* data = part.data<char>();
+      bytes.insert(bytes.end(), data, data + part.nbytes());
+    }
+    return bytes;
+  }
+
+  const mx::array& input() const { return arrays_[0]; }
   const std::vector<mx::array>& results() const { return results_; }
   mx::Stream stream() const { return stream_; }
   size_t nodes() const { return nodes_; }
@@ -219,7 +304,8 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   int max_ops_ = 0, max_mb_ = 0;
   std::shared_ptr<mx::array::Data> sentinel_;
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
-  std::vector<mx::array> inputs_, results_;
+  std::vector<mx::array> arrays_, parts_, results_;
+  Outbox outbox_;
 };
 
 // -- operations -----------------------------------------------------------------------------------------------
@@ -248,36 +334,36 @@ class Mark : public OnGpu {
 
 class Replay : public OnGpu {
  public:
-  using OnGpu::OnGpu;
+  Replay(std::shared_ptr<StepGraph> graph, std::vector<char> sent) : OnGpu(std::move(graph)), sent_(std::move(sent)) {}
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    graph_->launch(inputs, outputs);
+    graph_->launch(inputs[0], sent_, outputs);
   }
   const char* name() const override { return "StepGraphReplay"; }
+
+ private:
+  std::vector<char> sent_;
 };
 
 mx::array mark(std::shared_ptr<StepGraph> graph, const std::vector<mx::array>& results) {
   return mx::array({1}, mx::int32, std::make_shared<Mark>(std::move(graph)), results);
 }
 
-std::vector<mx::array> replay(std::shared_ptr<StepGraph> graph, const std::vector<mx::array>& inputs,
-                              const std::vector<mx::array>& after) {
-  auto& recorded = graph->inputs();
-  if (inputs.size() != recorded.size()) throw std::invalid_argument("a step takes other inputs than the recorded one");
-  std::vector<mx::array> all;
-  for (size_t i = 0; i < inputs.size(); i++) {
-    if (inputs[i].shape() != recorded[i].shape() || inputs[i].dtype() != recorded[i].dtype()) {
-      throw std::invalid_argument("a step's input has another shape than the recorded one");
-    }
-    all.push_back(mx::contiguous(inputs[i], false, graph->stream()));
+std::vector<mx::array> replay(std::shared_ptr<StepGraph> graph, const mx::array& input,
+                              const std::vector<mx::array>& parts, const std::vector<mx::array>& after) {
+  if (input.shape() != graph->input().shape() || input.dtype() != graph->input().dtype()) {
+    throw std::invalid_argument("a step's input has another shape than the recorded one");
   }
-  all.insert(all.end(), after.begin(), after.end());
+  auto sent = graph->gather(parts);
+  std::vector<mx::array> inputs{mx::contiguous(input, false, graph->stream())};
+  inputs.insert(inputs.end(), after.begin(), after.end());
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> types;
   for (auto& result : graph->results()) {
     shapes.push_back(result.shape());
     types.push_back(result.dtype());
   }
-  return mx::array::make_arrays(std::move(shapes), types, std::make_shared<Replay>(std::move(graph)), all);
+  auto operation = std::make_shared<Replay>(std::move(graph), std::move(sent));
+  return mx::array::make_arrays(std::move(shapes), types, std::move(operation), inputs);
 }
 
 }  // namespace

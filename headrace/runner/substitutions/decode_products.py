@@ -12,12 +12,13 @@ from headrace.runner.substitutions.moe_decode import ExpertsChoice
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 
-def substitute_decode_products(model: nn.Module, store: PoolStore | None) -> str:
+def substitute_decode_products(model: nn.Module, store: PoolStore | None, *, replayed: bool = False) -> str:
     """Fuse decoder blocks, then give the linear layers outside of them the few-rows product.
 
-    Needs the projections fused (``fuse_projections``) and the attention bound (``install``).
+    Needs the projections fused (``fuse_projections``) and the attention bound (``install``). ``replayed``: decode
+    steps will be recorded and replayed.
     """
-    products, experts = SmallRowsKernel(), ExpertsChoice()
+    products, experts = SmallRowsKernel(replayed=replayed), ExpertsChoice()
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:

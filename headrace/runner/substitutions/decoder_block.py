@@ -24,6 +24,7 @@ import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from headrace.runner.attention.rotate_store import RotarySpec
+from headrace.runner.device_arrays import on_device
 from headrace.runner.layer_view import KVHandle, LayerView
 from headrace.runner.mlx_lm_adapter import bound_attention
 from headrace.runner.small_rows import Dense, Norm, Product, Products
@@ -205,7 +206,7 @@ def _inverse_frequencies(rope: Any) -> mx.array | None:
     if type(rope) is nn.RoPE:
         pairs = rope.dims // 2
         share = np.arange(pairs, dtype=np.float32) / np.float32(pairs)
-        return mx.array(np.exp2(-(share * np.float32(np.log2(rope.base)))))
+        return on_device(mx.array(np.exp2(-(share * np.float32(np.log2(rope.base))))))
     if type(rope) is Llama3RoPE:
-        return mx.array(1.0 / np.array(rope._freqs.astype(mx.float32)))
+        return on_device(mx.array(1.0 / np.array(rope._freqs.astype(mx.float32))))
     return None
