@@ -55,7 +55,7 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
     logits = logits.astype(mx.float32)
     if batch.edits is not None:
         logits = _replace_rows(logits, batch.edits.rows, partial(_edit, batch.edits, inputs))
-    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    tokens = _argmax(logits).astype(mx.int32)
     if batch.random is not None:
         chosen = batch.random
         scaled = _rows(logits, chosen.rows) / mx.array(chosen.temperatures)[:, None]
@@ -67,7 +67,8 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
             tokens = drawn
         else:
             tokens[mx.array(chosen.rows)] = drawn
-    finite = mx.isfinite(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0]
+    # Two operations; isfinite is six.
+    finite = mx.abs(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0] < mx.inf
     result = Sampled(tokens, finite)
     if batch.logprob_rows:
         rows = None if len(batch.logprob_rows) == logits.shape[0] else batch.logprob_rows
@@ -75,6 +76,22 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
         found = token_logprobs(_rows(logits, rows), picked, batch.num_top)
         result.logprobs, result.top_ids, result.top_logprobs = found
     return result
+
+
+def _argmax(logits: mx.array) -> mx.array:
+    """Ids ``[R]`` of the largest of ``logits [R, V]``, the smallest among equals.
+
+    MLX gives a row to one thread block of a GPU: 50 us for 32 rows of 128256 (one H200). Parts of rows first.
+    """
+    rows, vocab = logits.shape
+    parts = next((parts for parts in range(128, 31, -1) if vocab % parts == 0), 0)
+    if mx.default_device() != mx.gpu or rows < 4 or not parts:
+        return mx.argmax(logits, axis=-1)
+    pieces = logits.reshape(rows, parts, vocab // parts)
+    best = mx.argmax(pieces, axis=-1, keepdims=True)
+    part = mx.argmax(mx.take_along_axis(pieces, best, axis=-1)[..., 0], axis=-1, keepdims=True)
+    found = part * (vocab // parts) + mx.take_along_axis(best[..., 0], part, axis=-1)
+    return found[:, 0]
 
 
 def token_logprobs(

@@ -129,9 +129,8 @@ class StepGraphs:
     ) -> tuple[mx.array, list[mx.array]]:
         # Parts of longer arrays, for the reason that device_arrays.py gives.
         fixed = on_device(mx.concatenate([tokens, mx.zeros(MARK_SHAPE, mx.int32)]))[: len(tokens)]
-        packed = on_device(
-            mx.concatenate([*(array.reshape(-1) for array in sent), mx.zeros(MARK_SHAPE, mx.int32)])
-        )
+        flat = [array.reshape(-1) for array in sent]
+        packed = on_device(mx.concatenate([*flat, mx.zeros(MARK_SHAPE, mx.int32)]))
         ends = list(accumulate(array.size for array in sent))
         parts = [
             packed[end - array.size : end].reshape(array.shape) for array, end in zip(sent, ends, strict=True)
