@@ -161,12 +161,12 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
     )
 
 
-def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> _Prepared:
+def _load(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> LoadedModel:
     budget = int(device.working_set_bytes * config.memory_utilization)
     narrow = cpu_products.choose() if device.kind == "cpu" else cpu_products.nothing("")
     if narrow.note:
         log.info(narrow.note)
-    loaded = load_model(
+    return load_model(
         files,
         device=device.kind,
         dtype=config.dtype,
@@ -176,6 +176,10 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         narrow=narrow.kinds,
         products=narrow.products,
     )
+
+
+def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> _Prepared:
+    loaded = _load(config, files, device, progress)
     model: nn.Module = loaded.model
     block_size = config.block_size or device.block_size
     head_major = device.kind == "cpu"
