@@ -25,17 +25,28 @@ HALF = (mx.bfloat16, mx.float16)
 
 
 class Recorder:
-    """A cache that only notes which forms it is asked for."""
+    """A cache that only notes which forms it is asked for.
+
+    Attributes:
+        forms: by their text.
+        late: names of those that came one by one, not together with others.
+    """
 
     def __init__(self) -> None:
         self.forms: dict[str, KernelForm] = {}
+        self.late: list[str] = []
+        self._together = False
 
     def ensure(self, form: KernelForm) -> None:
+        if form.own not in self.forms and not self._together:
+            self.late.append(form.name)
         self.forms[form.own] = form
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        before, self._together = self._together, True
         yield
+        self._together = before
 
 
 def blank_kernel(**_made: Any) -> Callable[..., list[mx.array]]:
@@ -47,13 +58,13 @@ def blank_kernel(**_made: Any) -> Callable[..., list[mx.array]]:
     return run
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> list[KernelForm]:
-    """The forms that ``run`` calls."""
+def recorded(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Recorder:
+    """What ``run`` asks the cache for."""
     recorder = Recorder()
     monkeypatch.setattr(kernel_language, "device_cache", lambda: recorder)
     monkeypatch.setattr(mx.fast, "cuda_kernel", blank_kernel)
     run()
-    return list(recorder.forms.values())
+    return recorder
 
 
 def all_kernels() -> None:

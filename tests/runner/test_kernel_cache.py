@@ -14,8 +14,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cuda_forms import all_kernels, blank_kernel, recorded
+from tiny_models import tiny_model
 
 from headrace.runner import kernel_cache, kernel_language
+from headrace.runner.attention import paged_decode_source
+from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.kernel_check import choose_kernel
+from headrace.runner.attention.paged_decode import CUDA_FLOATS, PagedDecodeKernel
+from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.kernel_cache import (
     KernelCache,
     compile_form,
@@ -24,9 +30,15 @@ from headrace.runner.kernel_cache import (
     environment_of,
     mlx_hash,
 )
-from headrace.runner.kernel_language import compile_ahead, cuda_kernel
+from headrace.runner.kernel_language import CUDA_NAMES, compile_ahead, cuda_kernel
 from headrace.runner.kernel_text import KernelForm, KernelSource
+from headrace.runner.kv_pool import LayerShape
 from headrace.runner.nvrtc import Image, Nvrtc, NvrtcError, include_folders, loaded_library
+from headrace.runner.pool_store import PoolStore
+from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
+from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.moe_decode import ExpertsChoice
 
 FORM = KernelForm("custom_kernel_add_float", "the text of MLX", "the text of ours")
 
@@ -285,6 +297,42 @@ def test_headers_are_looked_for_where_mlx_does(
     assert found == ["mlx/include", "mlx/include/cccl", f"nvidia/{package}/include"]
 
 
+# -- ahead of the checks at start --------------------------------------------------------------------------
+
+
+def test_the_attention_check_compiles_its_kernels_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+
+    def made() -> PagedDecodeKernel:
+        return PagedDecodeKernel(cuda_kernel, paged_decode_source.CUDA_PRELUDE, CUDA_FLOATS)
+
+    monkeypatch.setattr(PagedDecodeKernel, "for_device", made)
+    layer = LayerShape(0, 2, 64, 64, mx.bfloat16)
+    recorder = recorded(monkeypatch, lambda: choose_kernel(layer, 8, None, 32))
+    assert len(recorder.forms) == 3 and recorder.late == []  # whole, split, combination
+
+
+@pytest.mark.parametrize(("name", "least"), [("llama", 6), ("qwen3_moe", 9)])
+def test_the_block_check_compiles_its_kernels_together(
+    name: str, least: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    install(None)
+    model = tiny_model(name)
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+
+    def check() -> None:
+        store = PoolStore(cuda_kernel, CUDA_NAMES)
+        tools = BlockTools(SmallRowsKernel(), RotateAndStore(cuda_kernel, CUDA_NAMES), store, ExpertsChoice())
+        substitute_decoder_blocks(model, tools)
+
+    recorder = recorded(monkeypatch, check)
+    assert len(recorder.forms) >= least and recorder.late == []
+
+
 # -- the real compiler ----------------------------------------------------------------------------------------
 
 
@@ -313,7 +361,7 @@ def test_all_kernels_compile_for_a_gpu(
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "modules").mkdir()
-    forms = recorded(monkeypatch, all_kernels)
+    forms = list(recorded(monkeypatch, all_kernels).forms.values())
     cache = KernelCache(
         tmp_path / "modules", "", lambda form: compile_form(*compiler, form), hashed=mlx_hash(), workers=2
     )
