@@ -37,6 +37,7 @@ from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import choose_kernel
+from headrace.runner.kernel_cache import device_cache
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
@@ -313,6 +314,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--json", metavar="FILE", help="written after every cell")
     args = parser.parse_args()
+    device_cache()  # before MLX compiles anything: then it settles on a folder
     budget = Budget.starting_now(args.budget)
     bench = Bench(args, Grid.parse(args.rows, args.context))
     print(f"device {mx.device_info().get('device_name')}, copy {bench.bandwidth / 1e12:.2f} TB/s", flush=True)

@@ -31,6 +31,7 @@ from shapes import SHAPES
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import random_case
 from headrace.runner.attention.paged_decode import PagedDecodeKernel
+from headrace.runner.kernel_cache import device_cache
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
+    device_cache()  # before MLX compiles anything: then it settles on a folder
     end = time.monotonic() + args.budget
     kernel = PagedDecodeKernel.for_device()
     if kernel is None:

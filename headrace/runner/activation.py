@@ -19,7 +19,7 @@ from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.pool_store import Store
 
 _CPU_CHUNKS = (32, 96)
 # float32 arrays of [rows, vocabulary] alive at once while rows are sampled with noise and truncation.
@@ -37,7 +37,7 @@ def measure_activation_bytes(
     head_major: bool,
     chunk: int,
     max_rows: int,
-    store: PoolStore | None = None,
+    store: Store | None = None,
 ) -> int:
     """Peak bytes of a step with a prefill chunk of ``chunk`` tokens and ``max_rows`` sampled rows."""
     layout = found.layout

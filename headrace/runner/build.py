@@ -19,6 +19,7 @@ from headrace.checkpoint.model_folder import ModelFiles, describe
 from headrace.config import EngineConfig
 from headrace.core.context_scratch import ContextCost
 from headrace.core.layout import KVLayout
+from headrace.core.machine import usable_cores
 from headrace.core.memory_plan import (
     DeviceMemory,
     FixedMemory,
@@ -28,11 +29,15 @@ from headrace.core.memory_plan import (
 )
 from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
+from headrace.runner import cpu_products
 from headrace.runner.activation import measure_activation_bytes
+from headrace.runner.attention import native_attention
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel
+from headrace.runner.attention.native_check import NativeChoice, choose_native
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
+from headrace.runner.cpu_operations import load_operations
 from headrace.runner.device import Device, read_device
 from headrace.runner.device_arrays import settle_small_parameters
 from headrace.runner.forward_split import ForwardLimit
@@ -43,7 +48,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.pool_store import PoolStore, Store
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.step_graphs import StepGraphs
@@ -98,7 +103,7 @@ class _Prepared:
     vocab_size: int
     head_major: bool
     attention: str
-    store: PoolStore | None
+    store: Store | None
     graphs: StepGraphs | None
     cache: StartCache
     known: StartFacts | None
@@ -158,16 +163,25 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
     )
 
 
-def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> _Prepared:
+def _load(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> LoadedModel:
     budget = int(device.working_set_bytes * config.memory_utilization)
-    loaded = load_model(
+    narrow = cpu_products.choose() if device.kind == "cpu" else cpu_products.nothing("")
+    if narrow.note:
+        log.info(narrow.note)
+    return load_model(
         files,
         device=device.kind,
         dtype=config.dtype,
         keep_quantized=config.keep_quantized,
         memory_budget_bytes=budget,
         progress=lambda fraction: progress("loading", fraction),
+        narrow=narrow.kinds,
+        products=narrow.products,
     )
+
+
+def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> _Prepared:
+    loaded = _load(config, files, device, progress)
     model: nn.Module = loaded.model
     block_size = config.block_size or device.block_size
     head_major = device.kind == "cpu"
@@ -181,11 +195,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     softcap = substitute_softcapped_attention(model)
     choice = _kernel_choice(files, found, softcap, head_major)
     install(choice.kernel)
-    store = None if head_major else PoolStore.checked()
-    graphs = None if store is None else StepGraphs.for_device(STEP_GRAPH_BYTES)
+    gpu_store = None if head_major else PoolStore.checked()
+    store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
+    graphs = None if gpu_store is None else StepGraphs.for_device(STEP_GRAPH_BYTES)
     if device.kind == "cuda":
         settle_small_parameters(model)
-        log.info(substitute_decode_products(model, store, replayed=graphs is not None))
+        log.info(substitute_decode_products(model, gpu_store, replayed=graphs is not None))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
@@ -194,8 +209,10 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         max_prefill_rows=8 if head_major else 1,
         decode_kernel=choice.kernel is not None,
     )
-    if wanted.compile and head_major:
-        raise StartupError("a compiled decode step needs a GPU; on the CPU attention reads slices: drop compile")
+    if wanted.compile and head_major and not wanted.decode_kernel:
+        raise StartupError(
+            "a compiled decode step needs native attention, which this machine has not: drop compile"
+        )
     cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, choice.note))
     known = cache.read()
     if known is None:
@@ -207,6 +224,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         if wanted.decode_kernel and not options.decode_kernel:
             install(None)
     attention = choice.note
+    if head_major and not options.decode_kernel:
+        store = None  # steps that hold much wait for each other
     if options.materialize:
         attention = "reference attention: the model computes its own"
     elif wanted.decode_kernel and not options.decode_kernel:
@@ -216,11 +235,13 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     )
 
 
-def _kernel_choice(files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool) -> KernelChoice:
-    """The decode kernel, if the device has one that is right and faster on this model's layers."""
-    if head_major:
-        return KernelChoice(None, "reference attention: slices of head-major pools")
+def _kernel_choice(
+    files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool
+) -> KernelChoice | NativeChoice:
+    """The device's own attention, if there is one that is right and faster on this model's layers."""
     heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
+    if head_major:
+        return choose_native(load_operations(), found, heads, softcap)
     return choose_model_kernel(found, heads, softcap)
 
 
@@ -239,7 +260,7 @@ def _plan(
     memory = DeviceMemory(device.kind, device.total_bytes, device.working_set_bytes, device.free_bytes)
     fixed = FixedMemory(
         weights=prepared.loaded.weights_bytes,
-        scratch=scratch_bytes(head_major=prepared.head_major),
+        scratch=_scratch_bytes(prepared),
         buffer_cache=BUFFER_CACHE_BYTES[device.kind],
     )
     options, own, cost = prepared.options, None, _context_cost(prepared)
@@ -252,6 +273,13 @@ def _plan(
         activations=_activation_bytes(config, prepared, options, cost, min(config.prefill_step_size, wished)),
     )
     return plan_memory(prepared.found.layout, memory, fixed, config, trained, own), options
+
+
+def _scratch_bytes(prepared: _Prepared) -> int:
+    """Of attention, beside its result."""
+    if prepared.head_major and prepared.options.decode_kernel:
+        return native_attention.scratch_bytes(usable_cores())
+    return scratch_bytes(head_major=prepared.head_major)
 
 
 def _context_cost(prepared: _Prepared) -> ContextCost | None:

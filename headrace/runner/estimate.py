@@ -19,13 +19,14 @@ from headrace.config import EngineConfig
 from headrace.core.context_scratch import ContextScratch
 from headrace.core.layout import KVLayout
 from headrace.core.memory_plan import DeviceMemory, FixedMemory, own_attention_scratch
+from headrace.runner import cpu_products
 from headrace.runner.activation import sampler_bytes
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.build import BUFFER_CACHE_BYTES, trained_len
 from headrace.runner.context_cost import computes_own_attention, estimate_context_cost
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
-from headrace.runner.loader import DTYPES, Plan, outline_model
+from headrace.runner.loader import DTYPES, Plan, narrow_text, outline_model
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 
 _FILE_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
@@ -60,6 +61,7 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
         dtype=config.dtype,
         keep_quantized=config.keep_quantized,
         memory_budget_bytes=int(device.working_set * config.memory_utilization),
+        narrow=cpu_products.choose().kinds if kind == "cpu" else (),
     )
     dtype = _compute_dtype(files, plan)
     model.set_dtype(dtype)
@@ -110,6 +112,8 @@ def _most(value: object) -> int:
 
 def _form(plan: Plan, dtype: mx.Dtype) -> str:
     name = next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+    if plan.form.narrow:
+        return f"{narrow_text(plan)}, computed in {name}"
     if not plan.packings:
         return name
     bits = sorted({packing.bits for packing in plan.packings.values()})

@@ -12,7 +12,7 @@ Two things are stored differently from the checkpoints that mlx-lm expects, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import mlx.core as mx
@@ -31,6 +31,9 @@ from headrace.runner.weight_piece import Piece
 Array = npt.NDArray[Any]
 
 PLAIN_TYPES: Final = ("F32", "F16", "BF16", "F64")
+_NARROW_TYPES: Final = {"F16": mx.float16, "BF16": mx.bfloat16}
+# Types whose scales and biases are numbers of float16 in the file, or 8 or 128 times such a number.
+_HALF_SCALES: Final = ("Q4_0", "Q4_1", "Q8_0")
 REPACKED_BITS: Final = 8
 # Values handled at a time, so that a large embedding does not need its float32 form all at once.
 TILE_VALUES: Final = 1 << 24
@@ -96,14 +99,38 @@ def _packed_bits(tensor: GGUFTensor) -> int:
     return EXACT[tensor.type][0] if tensor.type in EXACT else REPACKED_BITS
 
 
-def pieces(files: ModelFiles, packed: Mapping[str, Packing], dtype: mx.Dtype) -> list[Piece]:
-    """All parameters: modules in ``packed`` packed with scales in ``dtype``, the others plain in ``dtype``."""
-    return [
-        _packed_piece(files, name, tensor, packing, dtype)
-        if (packing := packed.get(name.removesuffix(".weight"))) is not None
-        else _plain_piece(files, name, tensor, dtype)
-        for name, tensor in _tensors(files).items()
-    ]
+def exact(files: ModelFiles) -> set[str]:
+    """Paths of modules whose packed form has all the bits of the file."""
+    return {name.removesuffix(".weight") for name, tensor in _tensors(files).items() if tensor.type in EXACT}
+
+
+def pieces(
+    files: ModelFiles,
+    packed: Mapping[str, Packing],
+    dtype: mx.Dtype,
+    *,
+    exact_scales: bool = False,
+    narrow: Collection[str] = (),
+) -> list[Piece]:
+    """All parameters: modules in ``packed`` packed with scales in ``dtype``, the others plain in ``dtype``.
+
+    ``exact_scales``: scales keep their bits instead, in float16 where they came so. ``narrow``: modules whose
+    16-bit weights stay so.
+    """
+    made = []
+    for name, tensor in _tensors(files).items():
+        path = name.removesuffix(".weight")
+        packing = packed.get(path)
+        if packing is not None:
+            scales = mx.float16 if exact_scales and tensor.type in _HALF_SCALES else dtype
+            made.append(_packed_piece(files, name, tensor, packing, scales))
+        else:
+            made.append(
+                _plain_piece(
+                    files, name, tensor, _NARROW_TYPES.get(tensor.type, dtype) if path in narrow else dtype
+                )
+            )
+    return made
 
 
 def _tensors(files: ModelFiles) -> dict[str, GGUFTensor]:

@@ -9,10 +9,10 @@ which one depends on the device:
 A layer with ``bits`` holds packed vectors: ``keys`` and ``values`` are uint32 codes with ``words`` in place of
 ``head_dim``, beside them scales and biases with ``groups`` in its place (see ``kv_packing.py``).
 
-Two ways to write. *In place* (GPU, ``pool_store.py``): a kernel stores into the arrays, which stay the same ones;
-writes and reads are ordered by marks. *Functional* (CPU, or where the kernel fails its check): a scatter that MLX
-performs in place when the pool array has exactly one reference when the step is started. So nobody but ``KVPool``
-keeps these arrays across steps.
+Two ways to write. *In place* (``pool_store.py``): a kernel of the GPU or a native operation of the CPU stores into
+the arrays, which stay the same ones; writes and reads are ordered by marks. *Functional* (where neither is there,
+or it fails its check): a scatter that MLX performs in place when the pool array has exactly one reference when
+the step is started. So nobody but ``KVPool`` keeps these arrays across steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mlx.core as mx
 from headrace.core.step import BlockCopy
 from headrace.runner.device_arrays import MARK_SHAPE
 from headrace.runner.kv_packing import VectorPacking, scale_dtype
-from headrace.runner.pool_store import PoolStore, ordered
+from headrace.runner.pool_store import Store, ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class KVPool:
         block_size: int,
         *,
         head_major: bool,
-        store: PoolStore | None = None,
+        store: Store | None = None,
     ) -> None:
-        assert store is None or not head_major, "in-place writes are of token-major pools"
+        assert store is None or store.head_major == head_major, "the store is for pools of another order"
         self.layers = tuple(layers)
         self._store = store
         self.marks = [] if store is None else [mx.zeros(MARK_SHAPE, mx.int32) for _ in layers]
@@ -160,6 +160,10 @@ class KVPool:
         """Whether writes are in place, so that steps may be started before earlier ones have been read."""
         return self._store is not None
 
+    def written(self, layer: int, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """``arrays`` of the layer for MLX's operations that must see what was written to it; nothing is copied."""
+        return mx.depends(list(arrays), [self.marks[layer]]) if self.in_place else list(arrays)
+
     def ordered(self, layer: int, tables: mx.array) -> mx.array:
         """``tables`` for a gather by MLX that must see what was written to the layer."""
         return ordered(tables, self.marks[layer] if self.in_place else None)
@@ -201,7 +205,9 @@ class KVPool:
         """
         shape = self.layers[layer]
         if self._store is not None:
-            self._write_in_place(self._store, layer, slots, _by_token(keys), _by_token(values))
+            if not self.head_major:
+                keys, values = _by_token(keys), _by_token(values)
+            self._write_in_place(self._store, layer, slots, keys, values)
             return
         order = _by_head if self.head_major else _by_token
         for arrays, packing, x in (
@@ -214,10 +220,8 @@ class KVPool:
                 else:
                     array[slots] = new
 
-    def _write_in_place(
-        self, store: PoolStore, layer: int, slots: mx.array, keys: mx.array, values: mx.array
-    ) -> None:
-        """``keys`` and ``values``: ``[B * L, kv_heads, dim]``."""
+    def _write_in_place(self, store: Store, layer: int, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+        """``keys`` and ``values``: ``[B * L, kv_heads, dim]``; head-major: ``[B, kv_heads, L, dim]``."""
         shape = self.layers[layer]
         if shape.key_packing is None or shape.value_packing is None:
             new = [keys.astype(shape.dtype), values.astype(shape.dtype)]
@@ -230,7 +234,7 @@ class KVPool:
 
     def _store_rows(
         self,
-        store: PoolStore,
+        store: Store,
         layer: int,
         pools: Sequence[mx.array],
         rows: Sequence[mx.array],
@@ -261,7 +265,7 @@ class KVPool:
                 else:
                     array[targets] = blocks
 
-    def _copy_in_place(self, store: PoolStore, copies: Sequence[BlockCopy]) -> None:
+    def _copy_in_place(self, store: Store, copies: Sequence[BlockCopy]) -> None:
         for group in {copy.group for copy in copies}:
             sources = self._slots_of([copy.source for copy in copies if copy.group == group])
             targets = self._slots_of([copy.target for copy in copies if copy.group == group])
@@ -270,7 +274,10 @@ class KVPool:
                 pools: list[tuple[mx.array, ...]] = [(self.keys[index], self.values[index])]
                 if self.key_affine[index]:
                     pools.append((*self.key_affine[index], *self.value_affine[index]))
-                rows = [[pool[taken] for pool in some] for some in pools]
+                if self.head_major:
+                    rows = [[pool[None, :, taken] for pool in some] for some in pools]
+                else:
+                    rows = [[pool[taken] for pool in some] for some in pools]
                 for some, new in zip(pools, rows, strict=True):
                     self._store_rows(store, index, some, new, targets)
 

@@ -9,7 +9,8 @@
 Forms, best first, unless the caller says (facts measured per device):
 - Metal: packed weights stay packed; plain ones keep the checkpoint's dtype.
 - CUDA: packed weights become plain 16-bit ones (quantized products gain nothing from batching there).
-- CPU: everything becomes float32 (16-bit and packed products are slow there).
+- CPU: affine weights of 4 or 8 bits stay packed and 16-bit ones stay so where products over narrow weights are
+  right and fast (``cpu_products.py``); everything else becomes float32, in which all activations are.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from mlx.utils import tree_flatten
 from headrace.checkpoint.model_folder import ModelFiles
 from headrace.errors import ModelFileError, StartupError
 from headrace.runner import gguf_loader, mlx_lm_adapter
-from headrace.runner.packing import Packing, dequantized, find_packings, install
+from headrace.runner.narrow_weights import NarrowProducts, takes_dtype, takes_packing
+from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of
+from headrace.runner.substitutions.narrow_linear import KINDS, calls_only, substitute_narrow
 from headrace.runner.weight_check import check_weights
 from headrace.runner.weight_piece import Piece, piece_of
 
 Device = Literal["cpu", "cuda", "metal"]
 Progress = Callable[[float], None]
+# Kinds of weights that stay narrow on a CPU.
+Narrow = tuple[Literal["packed", "plain"], ...]
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # A form larger than the files is chosen when the weights then take at most this share of the budget.
@@ -64,10 +69,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights are held: packed where the files pack them, or plain; in ``dtype`` (None: the checkpoint's)."""
+    """How weights are held: packed where the files pack them, or plain; in ``dtype`` (None: the checkpoint's).
+
+    ``narrow``: matrices of these kinds stay as they are in the files, for products over narrow weights.
+    """
 
     packed: bool
     dtype: mx.Dtype | None
+    narrow: Narrow = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,8 @@ def load_model(
     keep_quantized: bool | None = None,
     memory_budget_bytes: int | None = None,
     progress: Progress | None = None,
+    narrow: Narrow = (),
+    products: NarrowProducts | None = None,
 ) -> LoadedModel:
     """Load the model that ``files`` describes.
 
@@ -101,6 +112,8 @@ def load_model(
         keep_quantized: True: packed stays packed; False: dequantize; None: by device and memory.
         memory_budget_bytes: what the weights may take; None: no bound.
         progress: called with rising fractions, 0 … 1.
+        narrow: kinds of weights that may stay narrow (CPU).
+        products: the products over them.
 
     Raises ModelFileError (files and configuration disagree) or StartupError (budget) with nothing allocated.
     """
@@ -110,10 +123,13 @@ def load_model(
         dtype=dtype,
         keep_quantized=keep_quantized,
         memory_budget_bytes=memory_budget_bytes,
+        narrow=narrow,
     )
     _fill(model, plan, progress)
+    if plan.form.narrow and products is not None:
+        substitute_narrow(model, products)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    computed = _activation_dtype(model)
+    computed = "float32" if plan.form.narrow else _activation_dtype(model)
     notes = (*files.warnings, _describe_form(files, plan, computed, held))
     return LoadedModel(model, files.config, computed, held, bool(plan.packings), notes)
 
@@ -125,6 +141,7 @@ def outline_model(
     dtype: str,
     keep_quantized: bool | None,
     memory_budget_bytes: int | None,
+    narrow: Narrow = (),
 ) -> tuple[nn.Module, Plan]:
     """The module and how its weights will be held, checked against the files; nothing is allocated.
 
@@ -134,17 +151,29 @@ def outline_model(
         raise StartupError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     model = mlx_lm_adapter.build_model(files.model_file, files.config)
     make_plan = _folder_planner(files, model) if files.kind == "folder" else _gguf_planner(files, model)
-    forms = candidate_forms(device, DTYPES.get(dtype), keep_quantized, files.quantization is not None)
+    if narrow and not calls_only(_settled(files)):
+        narrow = ()
+    forms = candidate_forms(device, DTYPES.get(dtype), keep_quantized, files.quantization is not None, narrow)
     plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
     install(model, plan.packings)
     check_weights(files, model, {name: shape for piece in plan.pieces for name, shape in piece.shapes.items()})
     return model, plan
 
 
+def _settled(files: ModelFiles) -> nn.Module:
+    """A module to try things on."""
+    model = mlx_lm_adapter.build_model(files.model_file, files.config)
+    if files.kind == "gguf":
+        gguf_loader.settle(files, model)
+    return model
+
+
 # -- which form ----------------------------------------------------------------------------------------
 
 
-def candidate_forms(device: Device, dtype: mx.Dtype | None, keep: bool | None, has_packed: bool) -> list[Form]:
+def candidate_forms(
+    device: Device, dtype: mx.Dtype | None, keep: bool | None, has_packed: bool, narrow: Narrow = ()
+) -> list[Form]:
     """Forms to try, best first, for a device and the caller's wishes."""
     preferred = {
         "cpu": [Form(False, mx.float32), Form(True, None)],
@@ -152,6 +181,10 @@ def candidate_forms(device: Device, dtype: mx.Dtype | None, keep: bool | None, h
         "metal": [Form(True, None)],
     }[device]
     forms: list[Form] = []
+    if device == "cpu" and dtype is None and not (has_packed and keep is False):
+        kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind == "plain")
+        if kinds:
+            forms.append(Form("packed" in kinds, mx.float32, kinds))
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
         wanted = Form(form.packed and has_packed, dtype or form.dtype)
         # an MLX dtype cannot be compared with None, so forms are told apart by name
@@ -192,15 +225,35 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
         renamed = mlx_lm_adapter.repack_awq(renamed, files.config["quantization_config"])
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
+    matrices = matrices_of(model)
 
     def plan(form: Form) -> Plan:
-        held = renamed if form.packed else dequantized(renamed, packings, form.dtype)
+        kept = packings if form.packed else {}
+        if form.narrow:
+            kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
+        held = dequantized(renamed, {path: packings[path] for path in packings.keys() - kept.keys()}, form.dtype)
+        stay = {f"{path}.{part}" for path in kept for part in parts_of(held, path)} if form.narrow else set()
+        if "plain" in form.narrow:
+            names = (f"{path}.weight" for path in matrices)
+            stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
         if form.dtype is not None:
-            held = {name: _cast(array, form.dtype) if may_cast(name) else array for name, array in held.items()}
+            held = {
+                name: _cast(array, form.dtype) if may_cast(name) and name not in stay else array
+                for name, array in held.items()
+            }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        return Plan(form, packings if form.packed else {}, pieces)
+        return Plan(form, kept, pieces)
 
     return plan
+
+
+def matrices_of(model: nn.Module) -> set[str]:
+    """Paths of the layers that can stay narrow."""
+    return {path for path, module in model.named_modules() if type(module) in KINDS}
+
+
+def _stays(packing: Packing) -> bool:
+    return takes_packing(packing.bits, packing.group_size, packing.mode)
 
 
 def _in_model(weights: dict[str, mx.array], model: nn.Module) -> dict[str, mx.array]:
@@ -230,11 +283,17 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
     gguf_loader.settle(files, model)
+    matrices = matrices_of(model)
 
     def plan(form: Form) -> Plan:
         dtype = gguf_dtype(files, form)
         packings = gguf_loader.packings(files) if form.packed else {}
-        return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
+        if not form.narrow:
+            return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
+        exact = gguf_loader.exact(files)
+        packings = {path: packings[path] for path in packings.keys() & exact & matrices if _stays(packings[path])}
+        narrow = matrices if "plain" in form.narrow else set()
+        return Plan(form, packings, gguf_loader.pieces(files, packings, dtype, exact_scales=True, narrow=narrow))
 
     return plan
 
@@ -285,12 +344,21 @@ def _activation_dtype(model: nn.Module) -> str:
 
 def _describe_form(files: ModelFiles, plan: Plan, dtype: str, held: int) -> str:
     stored = "/".join(files.dtypes[:3])
-    if plan.packings:
+    if plan.form.narrow:
+        how = f"{narrow_text(plan)}, computed in float32"
+    elif plan.packings:
         bits = sorted({packing.bits for packing in plan.packings.values()})
         how = f"packed ({'/'.join(map(str, bits))} bits, scales {dtype})"
     else:
         how = dtype
     return f"weights: {stored} in the files ({_gib(files.weights_bytes)}), held as {how} ({_gib(held)})"
+
+
+def narrow_text(plan: Plan) -> str:
+    """What stays narrow, for people."""
+    bits = {packing.bits for packing in plan.packings.values()}
+    bits |= {16} if "plain" in plan.form.narrow and not plan.packings else set()
+    return f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
 
 
 def _gib(nbytes: int) -> str:

@@ -62,7 +62,8 @@ class RunnerOptions:
         materialize: the model computes attention itself; give it arrays instead of handles.
         single_rows: the model's code does not take masks of several rows; one sequence per forward.
         max_prefill_rows: prompts in one prefill forward, at most.
-        decode_kernel: decode attention is a kernel that reads no more of a block table than a row has.
+        decode_kernel: decode attention is a kernel (on the CPU all attention is a native operation) that reads no
+            more of a block table than a row has.
         limit: with ``materialize``, what one forward may hold; larger ones are split. None: no bound.
     """
 
@@ -140,10 +141,11 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._options = options
         self._view = MaterializedView if options.materialize else LayerView
+        slices = pool.head_major and not options.decode_kernel
         self._inputs = InputBatchBuilder(
             layout,
-            slices=pool.head_major,
-            bundles=None if options.materialize else bundle_limits(pool),
+            slices=slices,
+            bundles=bundle_limits(pool) if slices and not options.materialize else None,
             coarse_decode=options.decode_kernel,
         )
         self._running: StepHandle | None = None

@@ -33,7 +33,7 @@ class Image:
 def loaded_library(maps: str | None = None) -> Path:
     """The NVRTC library that this process has loaded; ``maps``: text of ``/proc/self/maps``."""
     text = _MAPS.read_text() if maps is None else maps
-    found = re.search(r"(/\S*/libnvrtc(?:\.alt)?\.so[.\d]*)$", text, re.MULTILINE)
+    found = re.search(r"^[^/\n]*(/.*/libnvrtc(?:\.alt)?\.so[.\d]*)$", text, re.MULTILINE)
     if found is None:
         raise NvrtcError("MLX has not loaded NVRTC")
     return Path(found.group(1))
@@ -60,6 +60,8 @@ class Nvrtc:
 
     def __init__(self, library: Path) -> None:
         try:
+            for builtins in library.parent.glob("libnvrtc-builtins.so*"):
+                ctypes.CDLL(str(builtins))  # NVRTC opens it by its bare name
             self._library = ctypes.CDLL(str(library))
             self._declare()
         except (OSError, AttributeError) as error:

@@ -25,7 +25,7 @@ from headrace.runner.kv_packing import VectorPacking
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.pool_store import Store
 from headrace.runner.trial import BLOCK_SIZE, TABLES, TOLERANCE, Trial, difference, run_trial
 
 Floats = npt.NDArray[np.float32]
@@ -42,7 +42,7 @@ def packed_fault(
     options: RunnerOptions,
     *,
     head_major: bool,
-    store: PoolStore | None,
+    store: Store | None,
 ) -> str:
     """What is wrong with packed KV under these options, in one line; "": nothing."""
     tolerance = TOLERANCE[found.layers[0].dtype.size]

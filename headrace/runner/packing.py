@@ -66,6 +66,11 @@ def _packing(path: str, module: nn.Module, weights: Mapping[str, mx.array], decl
     return Packing(bits, group_size)
 
 
+def parts_of(weights: Mapping[str, mx.array], path: str) -> list[str]:
+    """Names of the arrays that a packed module has."""
+    return [part for part in ("weight", *_PARTS) if f"{path}.{part}" in weights]
+
+
 def install(model: nn.Module, packings: Mapping[str, Packing]) -> None:
     """Replace the modules in ``packings`` by their packed forms (parameters lazy)."""
 

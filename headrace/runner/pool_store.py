@@ -1,4 +1,4 @@
-"""In-place writes into pool arrays on a GPU, by a kernel of our own that stores into its *inputs*.
+"""In-place writes into pool arrays, by a kernel of our own that stores into its *inputs*.
 
 A functional scatter is in place only while nothing else refers to the pool, so a step could be started no earlier
 than the one before had been read. This kernel lifts that: the pools never change identity, and steps may queue.
@@ -9,18 +9,21 @@ layer form a chain through its mark; readers take the newest (kernels as an unus
 block tables to which the mark is added). What a write must not overtake is ordered otherwise: a slot is written
 again only by a later step, behind the tokens or the marks of the earlier ones (docs/kv-cache.md).
 
-CUDA and Metal forms of one source. The Metal form has not been run on Metal; ``checked`` decides at load.
+On a GPU the kernel has CUDA and Metal forms of one source; the Metal form has not been run on Metal. On the CPU it
+is a native operation (``cpu_operations.py``), which needs no other way than the attention that reads its pools.
+Both are checked at load.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from headrace.runner.cpu_operations import CpuOperations
 from headrace.runner.device_arrays import MARK_SHAPE
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 
@@ -51,13 +54,50 @@ def store_source(count: int) -> str:
     return _BODY.format(arrays=arrays)
 
 
+class Store(Protocol):
+    """Writes into pools in place; ``head_major``: of which order they are."""
+
+    @property
+    def head_major(self) -> bool: ...
+
+    def write(
+        self, pools: Sequence[mx.array], rows: Sequence[mx.array], slots: mx.array, mark: mx.array
+    ) -> mx.array: ...
+
+
+class CpuPoolStore:
+    """Head-major pools, by the native operations of the CPU."""
+
+    head_major = True
+
+    def __init__(self, operations: CpuOperations) -> None:
+        self._operations = operations
+
+    @staticmethod
+    def checked(operations: CpuOperations) -> CpuPoolStore | None:
+        """The store if it does what it should."""
+        store = CpuPoolStore(operations)
+        if _works(store):
+            return store
+        log.warning("KV is not written in place, so steps wait for each other: it does not write what it should")
+        return None
+
+    def write(
+        self, pools: Sequence[mx.array], rows: Sequence[mx.array], slots: mx.array, mark: mx.array
+    ) -> mx.array:
+        """Store ``rows[i] [B, heads, L, ...]`` at ``slots [B * L]`` of ``pools[i] [heads, S, ...]``; the mark."""
+        return self._operations.store(list(pools), list(rows), slots, mark)
+
+
 class PoolStore:
-    """The compiled kernels of one device; make one and keep it.
+    """The compiled kernels of one GPU; make one and keep it.
 
     Args:
         make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         header: the matching names of ``kernel_language.py``.
     """
+
+    head_major = False
 
     def __init__(self, make: Callable[..., Any], header: str) -> None:
         self._kernels = {
@@ -127,25 +167,37 @@ def ordered(tables: mx.array, mark: mx.array | None) -> mx.array:
     return tables if mark is None else tables + mark[:1]
 
 
-def _works(store: PoolStore) -> bool:
+def _works(store: Store) -> bool:
     """Write twice, read through MLX in the same evaluation, and look at the whole pool afterwards."""
+    # Two heads, 40 slots; by token, a row of the first axis is all heads of a slot.
     pools = [mx.full((40, 2, 8), value, mx.float16) for value in (0.5, 0.25)]
-    mx.eval(pools)
     rows = [mx.arange(3 * 16).reshape(3, 2, 8).astype(mx.float16) + value for value in (1, 100)]
+    given = [new.swapaxes(0, 1)[None] for new in rows] if store.head_major else rows
+    if store.head_major:
+        pools = [mx.contiguous(pool.swapaxes(0, 1)) for pool in pools]
+    mx.eval(pools)
+
+    def by_token(pool: mx.array, slots: mx.array) -> mx.array:
+        return pool[:, slots].swapaxes(0, 1) if store.head_major else pool[slots]
+
     mark = mx.zeros(MARK_SHAPE, mx.int32)
     first, second = mx.array([7, 0, 39], mx.int32), mx.array([8, 7, 1], mx.int32)
-    mark = store.write(pools, rows, first, mark)
-    early = pools[0][ordered(first, mark)]
+    mark = store.write(pools, given, first, mark)
+    early = by_token(pools[0], ordered(first, mark))
     mx.eval(early, mark)
-    mark = store.write(pools, rows, second, mark)
-    late = pools[1][ordered(second, mark)]
+    mark = store.write(pools, given, second, mark)
+    late = by_token(pools[1], ordered(second, mark))
     mx.eval(late)
     expected = [np.full((40, 2, 8), value, np.float16) for value in (0.5, 0.25)]
     for slots in (first, second):
         for pool, new in zip(expected, rows, strict=True):
             pool[np.array(slots)] = np.array(new)
+    everything = mx.arange(40)
     return (
-        all(np.array_equal(np.array(pool), wanted) for pool, wanted in zip(pools, expected, strict=True))
+        all(
+            np.array_equal(np.array(by_token(pool, everything)), wanted)
+            for pool, wanted in zip(pools, expected, strict=True)
+        )
         and np.array_equal(np.array(early), np.array(rows[0]))
         and np.array_equal(np.array(late), np.array(rows[1]))
     )

@@ -22,7 +22,7 @@ from headrace.runner.logits_head import HeadSelector
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import RunnerOptions
 from headrace.runner.packed_check import packed_fault
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.pool_store import Store
 from headrace.runner.trial import TOLERANCE, Trial, difference, run_trial
 
 log = logging.getLogger("headrace.runner")
@@ -36,7 +36,7 @@ def choose_options(
     *,
     head_major: bool,
     wanted: RunnerOptions,
-    store: PoolStore | None = None,
+    store: Store | None = None,
 ) -> RunnerOptions:
     """The first of the ways to run ``model`` that gives its own logits.
 
@@ -61,7 +61,7 @@ def _choose(
     *,
     head_major: bool,
     wanted: RunnerOptions,
-    store: PoolStore | None,
+    store: Store | None,
 ) -> RunnerOptions:
     expected = [_reference(model, selector, prompt, steps) for prompt, steps in Trial.of(vocab_size).rows]
     faults: list[str] = []
@@ -94,13 +94,13 @@ def _choose_packed(
     *,
     head_major: bool,
     chosen: RunnerOptions,
-    store: PoolStore | None,
+    store: Store | None,
 ) -> RunnerOptions:
     """``chosen``, or a more general way in which packed KV is read rightly."""
     general = replace(chosen, materialize=True, compile=False, decode_kernel=False)
     ways = [chosen]
     if chosen.decode_kernel:
-        ways.append(replace(chosen, decode_kernel=False))
+        ways.append(replace(chosen, decode_kernel=False, compile=chosen.compile and not head_major))
     ways += [way for way in (general, replace(general, single_rows=True)) if way not in ways]
     faults: list[str] = []
     for options in ways:

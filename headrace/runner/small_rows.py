@@ -25,7 +25,7 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.runner import small_rows_source as source
-from headrace.runner.kernel_language import cuda_kernel
+from headrace.runner.kernel_language import compile_ahead, cuda_kernel
 from headrace.runner.timing import Cost, compiled_cost
 
 MAX_ROWS = 128
@@ -229,6 +229,17 @@ class SmallRowsKernel:
         """What ``measure`` found for the product alone, in the bucket of ``rows``; False where it did not look."""
         return rows <= MAX_ROWS and self._wins.get((measured_bucket(rows), *Product(dense).form), False)
 
+    def call_kernels(
+        self, dense: Dense, norm: Norm | None = None, *, residual: bool = False, gated: bool = False
+    ) -> None:
+        """Call what ``measure`` will run, without evaluating anything (see ``compile_ahead``)."""
+        outputs, inner = dense.weight.shape
+        for rows in MEASURED_ROWS:
+            x = mx.zeros((rows, 1, inner), dense.weight.dtype)
+            if takes(rows, x.dtype, dense, gated=gated):
+                added = mx.zeros((rows, 1, outputs), x.dtype) if residual else None
+                self._own(x, Product(dense, norm, added, gated))
+
     def measure(
         self,
         layers: Sequence[tuple[Dense, Norm | None]],
@@ -243,6 +254,7 @@ class SmallRowsKernel:
         dense, norm = layers[0]
         outputs, inner = dense.weight.shape
         form = Product(dense, norm, mx.zeros(()) if residual else None, gated).form
+        compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
         for rows in MEASURED_ROWS:
             x = mx.random.normal((rows, 1, inner)).astype(dense.weight.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None

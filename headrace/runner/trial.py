@@ -19,7 +19,7 @@ from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.pool_store import Store
 
 # Largest difference of a logit, as a share of the logits' spread, by bytes of the dtype.
 TOLERANCE = {4: 0.01, 2: 0.08}
@@ -64,7 +64,7 @@ def run_trial(
     options: RunnerOptions,
     *,
     head_major: bool,
-    store: PoolStore | None,
+    store: Store | None,
 ) -> TrialRun:
     trial = Trial.of(vocab_size)
     layout = KVLayout(BLOCK_SIZE, found.layout.groups)

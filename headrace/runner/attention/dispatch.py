@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from headrace.runner.attention.paged_decode import PagedDecodeKernel
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.layer_view import KVHandle, PagedMask
+from headrace.runner.layer_view import KVHandle, LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import bind_attention, original_attention
+
+
+class AttentionKernel(Protocol):
+    """Attention of the forwards it supports; the contract is ``paged_attention``'s."""
+
+    def supports(self, queries: mx.array, view: LayerView) -> bool: ...
+
+    def __call__(
+        self,
+        queries: mx.array,
+        view: LayerView,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None = None,
+        softcap: float = 0.0,
+    ) -> mx.array: ...
 
 
 class AttentionDispatcher:
     """Callable with mlx-lm's signature; acts on the handle that a ``LayerView`` returned, not on ``cache``.
 
     ``wrapped`` is the original function, for models that run on mlx-lm's own caches. ``kernel``, where there is
-    one, takes the decode shapes it supports; the reference takes the rest.
+    one, takes the forwards it supports; the reference takes the rest.
     """
 
-    def __init__(self, kernel: PagedDecodeKernel | None = None) -> None:
+    def __init__(self, kernel: AttentionKernel | None = None) -> None:
         self.wrapped = original_attention()
         self.kernel = kernel
 
@@ -48,7 +63,7 @@ class AttentionDispatcher:
         return paged_attention(queries, keys.view, scale, window, sinks, softcap)
 
 
-def install(kernel: PagedDecodeKernel | None = None) -> AttentionDispatcher:
+def install(kernel: AttentionKernel | None = None) -> AttentionDispatcher:
     """Bind a dispatcher in all loaded mlx-lm model modules; call again after importing another one."""
     dispatcher = AttentionDispatcher(kernel)
     bind_attention(dispatcher)

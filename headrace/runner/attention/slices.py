@@ -117,12 +117,13 @@ class _Reader:
 
     def key_parts(self, first: int, last: int) -> list[mx.array]:
         """The pool's arrays over a piece, as they are: vectors, or codes, scales and biases."""
-        return self._cut((self._pool.keys[self._layer], *self._pool.key_affine[self._layer]), first, last)
+        return self._cut([self._pool.keys[self._layer], *self._pool.key_affine[self._layer]], first, last)
 
     def value_parts(self, first: int, last: int) -> list[mx.array]:
-        return self._cut((self._pool.values[self._layer], *self._pool.value_affine[self._layer]), first, last)
+        return self._cut([self._pool.values[self._layer], *self._pool.value_affine[self._layer]], first, last)
 
-    def _cut(self, arrays: Sequence[mx.array], first: int, last: int) -> list[mx.array]:
+    def _cut(self, arrays: list[mx.array], first: int, last: int) -> list[mx.array]:
+        arrays = self._pool.written(self._layer, arrays)
         runs = cut_runs(self._runs, first, last)
         if not self.in_place and self._bytes(last - first) > UNORDERED_BYTES:
             arrays = [after(array, self._earlier) for array in arrays]
@@ -263,8 +264,8 @@ def _together(queries: mx.array, view: LayerView, bundle: RowBundle, softcap: fl
         found = array.reshape(layer.kv_heads * blocks, size * width)[places]
         return found.reshape(layer.kv_heads, len(bundle.rows), -1, width)
 
-    keys = [gathered(array) for array in (pool.keys[index], *pool.key_affine[index])]
-    values = [gathered(array) for array in (pool.values[index], *pool.value_affine[index])]
+    keys = [gathered(array) for array in pool.written(index, [pool.keys[index], *pool.key_affine[index]])]
+    values = [gathered(array) for array in pool.written(index, [pool.values[index], *pool.value_affine[index]])]
     query = queries.swapaxes(0, 1)
     if layer.key_packing is None:
         scores = query @ keys[0].astype(mx.float32).swapaxes(-1, -2)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
@@ -63,6 +64,7 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
     fused = [(path, made) for path, module in found if (made := _fused(module, tools)) is not None]
     if not fused:
         return 0, f"decode blocks: fused 0 of {len(found)}; the blocks are of another pattern"
+    compile_ahead(partial(_call_kernels, [block for _, block in fused], tools))
     _measure([block for _, block in fused], tools)
     kept, reasons = [], []
     fast: dict[tuple[Any, ...], bool] = {}
@@ -96,13 +98,36 @@ def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
     return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate)
 
 
-def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
-    """Check and time the products of each form of block."""
-    products = tools.products
+def _alike(blocks: Sequence[FusedBlock]) -> list[list[FusedBlock]]:
+    """Blocks of equal form together."""
     forms: dict[tuple[Any, ...], list[FusedBlock]] = {}
     for block in blocks:
         forms.setdefault(_form(block), []).append(block)
-    for alike in forms.values():
+    return list(forms.values())
+
+
+def _call_kernels(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
+    """Call what will be checked and timed, without evaluating anything (see ``compile_ahead``)."""
+    products = tools.products
+    for block, *_ in _alike(blocks):
+        parts, feed = block.attention, block.feed_forward
+        products.call_kernels(parts.qkv, parts.norm)
+        products.call_kernels(parts.out, residual=True)
+        if isinstance(feed, DenseFeedForward):
+            products.call_kernels(feed.gate_up, feed.norm, gated=True)
+            products.call_kernels(feed.down, residual=True)
+        elif isinstance(feed, ExpertsFeedForward):
+            products.call_kernels(feed.experts.router, feed.experts.norm)
+            tools.experts.call_kernels(feed, products)
+        rows = len(_LENGTHS)
+        for module in (block, block.inner):
+            module(_input(block, rows), PagedMask(None), cache=_view(block, tools.store, rows))
+
+
+def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
+    """Check and time the products of each form of block."""
+    products = tools.products
+    for alike in _alike(blocks):
         some = alike[:_MEASURED_LAYERS]
         attention = [block.attention for block in some]
         forms_of_products = [

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.runner.cpu_math import gelu_gate, silu_gate
+from headrace.runner.substitutions.narrow_linear import NarrowLinear
 
 Gate = Callable[[mx.array, mx.array], mx.array]
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -48,15 +49,19 @@ def substitute_gated_mlps(model: nn.Module) -> int:
 
 def _matches(module: nn.Module) -> bool:
     children = module.children()
-    return set(children) == set(_NAMES) and all(isinstance(children[name], nn.Linear) for name in _NAMES)
+    kinds = (nn.Linear, NarrowLinear)
+    return set(children) == set(_NAMES) and all(isinstance(children[name], kinds) for name in _NAMES)
 
 
 def _equal_gate(module: nn.Module) -> Gate | None:
     """The gate with which a ``GatedMLP`` computes what ``module`` does."""
-    weight = module.gate_proj.weight
-    if weight.dtype != mx.float32:
+    if isinstance(module.gate_proj, NarrowLinear):
+        inputs = module.gate_proj.matrix.form.inputs
+    elif module.gate_proj.weight.dtype == mx.float32:
+        inputs = module.gate_proj.weight.shape[1]
+    else:
         return None
-    x = mx.random.normal((2, weight.shape[1]), key=mx.random.key(0))
+    x = mx.random.normal((2, inputs), key=mx.random.key(0))
     expected = module(x)
     scale = mx.max(mx.abs(expected)) + 1e-6
     for gate in (silu_gate, gelu_gate):

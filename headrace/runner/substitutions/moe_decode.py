@@ -223,6 +223,15 @@ class ExpertsChoice:
         wins = self._wins.get((measured_bucket(rows), *_form(experts)), False)
         return self._kernel if wins and self._takes(rows, h.dtype, experts) else None
 
+    def call_kernels(self, half: ExpertsFeedForward, products: Products) -> None:
+        """Call what ``measure`` will run, without evaluating anything (see ``compile_ahead``)."""
+        experts = half.experts
+        for rows in MEASURED_ROWS:
+            h = mx.zeros((rows, 1, experts.gate.shape[2]), experts.gate.dtype)
+            if self._takes(rows, h.dtype, experts):
+                self._kernel = self._kernel or self._make()
+                self._kernel(h, experts, products)
+
     def measure(self, halves: Sequence[ExpertsFeedForward], products: Products) -> None:
         """Check and time the kernel on some layers that are alike but for their values."""
         experts = halves[0].experts

@@ -18,6 +18,7 @@ from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, KVHandle, LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import current_attention
+from headrace.runner.substitutions.narrow_linear import NarrowLinear
 
 _KIND = ("mlx_lm.models.gemma2", "Attention")
 _BLOCK_SIZE = 16
@@ -128,5 +129,7 @@ def _width(inner: nn.Module) -> int:
 def _dtype(inner: nn.Module) -> mx.Dtype:
     """Of activations: that of the scales where weights are packed."""
     o_proj = inner.o_proj
+    if isinstance(o_proj, NarrowLinear):
+        return mx.float32
     dtype: mx.Dtype = o_proj.scales.dtype if isinstance(o_proj, nn.QuantizedLinear) else o_proj.weight.dtype
     return dtype

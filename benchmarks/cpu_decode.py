@@ -1,0 +1,114 @@
+"""Decode steps on the CPU with and without the native operations: ms a step, by rows and context.
+
+    python benchmarks/cpu_decode.py --model FILE.gguf
+    python benchmarks/cpu_decode.py --model FOLDER --rows 1 8 32 --contexts 70 400 2000 --kv-cache-dtype int8
+
+One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one ahead of
+it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with random vectors, which takes as long to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from window_decode import Tables, _random, decode_row
+
+from headrace.config import EngineConfig
+from headrace.core.step import SchedulerOutput
+from headrace.runner import blas
+
+_AHEAD = 3  # steps of a turn
+
+Seconds = dict[tuple[int, int], list[float]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32))
+    parser.add_argument("--contexts", type=int, nargs="+", default=(70, 400, 2000))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "int4"))
+    parser.add_argument("--only", choices=("native", "MLX"), help="one way alone")
+    arguments = parser.parse_args()
+    blas.prepare()  # before MLX is imported
+    ways = [arguments.only] if arguments.only else ["native", "MLX"]
+    times = measure(arguments, ways)
+    print("| rows × context | " + " | ".join(f"{way}: median, best ms" for way in ways) + " |")
+    print("|---|" + "---|" * len(ways))
+    for cell in times[ways[0]]:
+        shown = [
+            f"{statistics.median(times[way][cell]) * 1e3:.1f}, {min(times[way][cell]) * 1e3:.1f}" for way in ways
+        ]
+        print(f"| {cell[0]} × {cell[1]} | " + " | ".join(shown) + " |")
+    return 0
+
+
+def measure(arguments: argparse.Namespace, ways: Sequence[str]) -> dict[str, Seconds]:
+    # The one built last binds its attention, which leaves the forwards of the other to MLX's operations.
+    runners = {way: Runner(arguments, native=way == "native") for way in sorted(ways)}
+    times: dict[str, Seconds] = {way: {} for way in ways}
+    for rows in arguments.rows:
+        for context in arguments.contexts:
+            for step in range(-2, arguments.steps):  # the first ones warm up
+                for way, runner in runners.items():
+                    taken = runner.steps(rows, context + _AHEAD * max(step, 0))
+                    if step >= 0:
+                        times[way].setdefault((rows, context), []).append(taken)
+    return times
+
+
+class Runner:
+    """The real runner over the model, its pools filled; ``native``: with the native operations, where they build."""
+
+    def __init__(self, arguments: argparse.Namespace, *, native: bool) -> None:
+        import mlx.core as mx
+
+        from headrace.runner import build
+
+        load = build.load_operations
+        if not native:
+            build.load_operations = lambda: None
+        longest = max(arguments.contexts) + _AHEAD * (arguments.steps + 2)
+        config = EngineConfig(
+            model=arguments.model,
+            max_num_seqs=max(arguments.rows),
+            max_model_len=longest,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            memory_headroom=0.02,
+            max_cache_blocks=max(arguments.rows) * (longest // 16 + 2),
+        )
+        built = build.build_runner(config, lambda stage, fraction: None)
+        build.load_operations = load
+        print(f"{'native' if native else 'MLX'}: {built.ready_info.attention}")
+        self._runner = built.runner
+        pool = built.runner._pool
+        keys = iter(mx.random.split(mx.random.key(1), len(pool.state)))
+        for_each = []
+        for array in pool.state:
+            for_each.append(_random(array, next(keys)))
+            mx.eval(for_each[-1])
+        pool.state = for_each
+        self._tables = {rows: Tables(built.layout, built.num_blocks, rows) for rows in arguments.rows}
+
+    def steps(self, rows: int, position: int) -> float:
+        """Seconds of a step, of some from ``position`` on."""
+        tables = self._tables[rows]
+        began, running = time.perf_counter(), None
+        for end in range(position, position + _AHEAD):
+            decode = tuple(decode_row(i, end, tables.of(i, end)) for i in range(rows))
+            launched = self._runner.launch(SchedulerOutput(0, decode=decode))
+            if running is not None:
+                running.result()
+            running = launched
+        assert running is not None
+        running.result()
+        return (time.perf_counter() - began) / _AHEAD
+
+
+if __name__ == "__main__":
+    sys.exit(main())

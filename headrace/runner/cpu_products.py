@@ -1,0 +1,205 @@
+"""Whether weights stay narrow on this CPU: the extension is built, checked and measured.
+
+The check compares products with NumPy's in float64 over all forms, and rows alone with rows in company, which must
+be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with
+float32 ones as MLX computes them here. What came of it is kept in the cache folder, so that a model is held in the
+same form at every start. Whatever is missing or wrong, the answer is no, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.machine import cpu_features, cpu_model
+from headrace.errors import StartupError
+from headrace.files import appearing, cache_folder
+from headrace.runner import native_extension
+from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts, narrow_packed, narrow_plain
+from headrace.runner.timing import best_seconds
+
+Doubles = npt.NDArray[Any]
+
+SOURCES = ("cpu_products.cpp", "cpu_products.h", "cpu_lanes.h")
+_MODULE = "headrace_cpu_products"
+_MEASURED_ROWS = (1, 16, 256)
+_OUTPUTS, _INPUTS = 2048, 1024
+# Narrow weights also save memory: they may be this much slower in the sum.
+_MAY_BE_SLOWER = 1.05
+# Of a product with rounded x, and of float32 sums, as a share of the largest result.
+_TOLERANCE = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowChoice:
+    """What may stay narrow.
+
+    Attributes:
+        products: the operations; None where nothing may.
+        packed: whether affine weights stay packed.
+        plain: whether 16-bit weights stay so.
+        note: why not, or how much faster; one line.
+    """
+
+    products: NarrowProducts | None
+    packed: bool
+    plain: bool
+    note: str
+
+    @property
+    def kinds(self) -> tuple[Literal["packed", "plain"], ...]:
+        """As the loader takes them."""
+        found: list[Literal["packed", "plain"]] = []
+        if self.packed:
+            found.append("packed")
+        if self.plain:
+            found.append("plain")
+        return tuple(found)
+
+
+class _Measured(msgspec.Struct, frozen=True):
+    """Seconds of the measured products in all."""
+
+    key: str
+    float32: float
+    packed: float
+    plain: float
+
+
+def nothing(note: str) -> NarrowChoice:
+    return NarrowChoice(None, False, False, note)
+
+
+def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
+    """The choice for this machine. ``load`` gives the extension module, by default it is built."""
+    try:
+        products = NarrowProducts((load or _load)())
+    except native_extension.ExtensionError as error:
+        return nothing(f"weights are widened: native/cpu_products.cpp is not there ({error})")
+    fault = check(products)
+    if fault:
+        return nothing(f"weights are widened: native/cpu_products.cpp computes wrongly here ({fault})")
+    measured = _measure(products)
+    packed = measured.packed <= _MAY_BE_SLOWER * measured.float32
+    plain = measured.plain <= _MAY_BE_SLOWER * measured.float32
+    ratios = (
+        f"{measured.float32 / measured.packed:.1f} (4 bits), {measured.float32 / measured.plain:.1f} (16 bits)"
+    )
+    note = f"products over narrow weights: {ratios} times the rate of float32 ones over 1, 16 and 256 rows"
+    return NarrowChoice(products if packed or plain else None, packed, plain, note)
+
+
+def _load() -> ModuleType:
+    machine = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
+    return native_extension.load(_MODULE, SOURCES, flags=(machine, "-ffp-contract=off", "-pthread"))
+
+
+# -- right? --------------------------------------------------------------------------------------------
+
+
+def check(products: NarrowProducts) -> str:
+    """What is wrong, or nothing."""
+    source = np.random.default_rng(5)
+    for matrix, weights in _samples(source):
+        inputs = weights.shape[1]
+        x = source.standard_normal((29, inputs)).astype(np.float32)
+        expected = x.astype(np.float64) @ weights.T
+        got = np.array(products.product(mx.array(x), matrix))
+        if _far(got, expected):
+            return f"{matrix.form.bits} bits, {inputs} inputs"
+        alone = np.array(mx.concatenate([products.product(mx.array(x[i : i + 1]), matrix) for i in (0, 17, 28)]))
+        if not np.array_equal(alone, got[[0, 17, 28]]):
+            return f"{matrix.form.bits} bits: a row depends on the others"
+        index = mx.array([0, weights.shape[0] - 1, 3])
+        if _far(np.array(products.rows(index, matrix)), weights[[0, -1, 3]]):
+            return f"{matrix.form.bits} bits: single outputs"
+    return ""
+
+
+def _far(got: Doubles, expected: Doubles) -> bool:
+    worst = np.max(np.abs(got - expected)) / (np.max(np.abs(expected)) + 1e-30)
+    return not bool(worst < _TOLERANCE)
+
+
+def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
+    """Matrices of every form, with their weights in float64."""
+    made = []
+    for dtype in (mx.float16, mx.bfloat16):
+        plain = mx.array(source.standard_normal((53, 77)).astype(np.float32)).astype(dtype)
+        made.append((narrow_plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)))
+    for bits, group, scale in (
+        (4, 32, mx.float16),
+        (4, 64, mx.bfloat16),
+        (8, 32, mx.float16),
+        (8, 128, mx.float32),
+    ):
+        values = mx.array(source.standard_normal((53, 384)).astype(np.float32))
+        words, scales, biases = mx.quantize(values, group_size=group, bits=bits)
+        scales, biases = scales.astype(scale), biases.astype(scale)
+        wide = scales.astype(mx.float32), biases.astype(mx.float32)
+        weights = mx.dequantize(words, wide[0], wide[1], group_size=group, bits=bits)
+        made.append((narrow_packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)))
+    return made
+
+
+# -- faster? -------------------------------------------------------------------------------------------
+
+
+def _measure(products: NarrowProducts) -> _Measured:
+    key = _key(products)
+    cache = _cache_file()
+    if cache is not None:
+        known = _read(cache)
+        if known is not None and known.key == key:
+            return known
+    values = 0.1 * mx.random.normal((_OUTPUTS, _INPUTS), key=mx.random.key(1))
+    words, scales, biases = mx.quantize(values, group_size=32, bits=4)
+    packed = narrow_packed(words, scales.astype(mx.float16), biases.astype(mx.float16), 4)
+    plain = narrow_plain(values.astype(mx.bfloat16))
+    mx.eval(values, packed.strips, plain.strips)
+    sums = [0.0, 0.0, 0.0]
+    for rows in _MEASURED_ROWS:
+        x = mx.random.normal((rows, _INPUTS), key=mx.random.key(2))
+        runs = (
+            lambda x=x: x @ values.T,
+            lambda x=x: products.product(x, packed),
+            lambda x=x: products.product(x, plain),
+        )
+        for index, run in enumerate(runs):
+            sums[index] += best_seconds(run, rounds=5, repeat=3)
+    measured = _Measured(key, *sums)
+    if cache is not None:
+        with appearing(cache) as temporary:
+            temporary.write_bytes(msgspec.json.encode(measured))
+    return measured
+
+
+def _key(products: NarrowProducts) -> str:
+    """Everything the figures depend on."""
+    texts = [(native_extension.NATIVE / name).read_text() for name in SOURCES]
+    parts = [cpu_model(), cpu_features(), str(products.threads), *texts]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _cache_file() -> Path | None:
+    try:
+        return cache_folder("extensions") / "narrow_products.json"
+    except StartupError:
+        return None
+
+
+def _read(cache: Path) -> _Measured | None:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=_Measured)
+    except (OSError, msgspec.MsgspecError):
+        return None

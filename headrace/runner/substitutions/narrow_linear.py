@@ -1,0 +1,212 @@
+"""Module substitution, CPU: linear layers and embeddings over weights that stay narrow in memory.
+
+A layer that was loaded packed (affine, 4 or 8 bits) or with 16 bits is laid out anew, one at a time, and computes
+with float32 activations (``narrow_weights.py``). The first of every form and shape must give what the module that
+it replaces gives. Feed-forward layers with a SiLU gate become one product for gate and up, with the gate computed
+where the sums are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from headrace.errors import StartupError
+from headrace.runner.narrow_weights import (
+    NarrowForm,
+    NarrowMatrix,
+    NarrowProducts,
+    interleaved,
+    narrow_packed,
+    narrow_plain,
+    takes_dtype,
+    takes_packing,
+)
+
+KINDS = (nn.Linear, nn.Embedding)
+_PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_TOLERANCE = 1e-3
+
+
+class NarrowLinear(nn.Module):  # type: ignore[misc]
+    """``x · wᵀ + bias``, float32."""
+
+    def __init__(self, matrix: NarrowMatrix, products: NarrowProducts, bias: mx.array | None = None) -> None:
+        super().__init__()
+        self.strips = matrix.strips
+        if bias is not None:
+            self.bias = bias.astype(mx.float32)
+        self._form = matrix.form
+        self._products = products
+
+    @property
+    def matrix(self) -> NarrowMatrix:
+        return NarrowMatrix(self._form, self.strips)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._products.product(x, self.matrix, self.get("bias"))
+
+
+class NarrowEmbedding(nn.Module):  # type: ignore[misc]
+    """An embedding, and its projection where it is tied to the output; float32."""
+
+    def __init__(self, matrix: NarrowMatrix, products: NarrowProducts) -> None:
+        super().__init__()
+        self.strips = matrix.strips
+        self._form = matrix.form
+        self._products = products
+
+    @property
+    def matrix(self) -> NarrowMatrix:
+        return NarrowMatrix(self._form, self.strips)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self._products.rows(tokens, self.matrix)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._products.product(x, self.matrix)
+
+
+class NarrowGatedMLP(nn.Module):  # type: ignore[misc]
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+
+    def __init__(self, gate_up: NarrowMatrix, down: NarrowLinear, products: NarrowProducts) -> None:
+        super().__init__()
+        self.strips = gate_up.strips
+        self.down_proj = down
+        self._form = gate_up.form
+        self._products = products
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gated = self._products.gated(x, NarrowMatrix(self._form, self.strips))
+        return self.down_proj(gated)
+
+
+def substitute_narrow(model: nn.Module, products: NarrowProducts) -> int:
+    """Replace what can stay narrow; returns how many modules were replaced. Weights move one layer at a time.
+
+    Raises StartupError when a product over a model's own weights is wrong.
+    """
+    checked: set[tuple[type, NarrowForm, bool]] = set()
+    count = 0
+    for path, module in model.named_modules():
+        made = _narrow(module, products)
+        if made is None:
+            continue
+        mx.eval(made.parameters())
+        form = type(module), made.matrix.form, "bias" in module
+        if form not in checked:
+            _check(path, module, made)
+            checked.add(form)
+        _put(model, path, made)
+        count += 1
+    for path, module in model.named_modules():
+        fused = _fused(module, products)
+        if fused is not None:
+            mx.eval(fused.parameters())
+            _put(model, path, fused)
+    return count
+
+
+def calls_only(model: nn.Module) -> bool:
+    """Whether the model's code does no more with its layers than call them; ``model`` is used up."""
+    for path, module in model.named_modules():
+        if type(module) in KINDS:
+            _put(model, path, _Outline(module))
+    try:
+        model(mx.zeros((1, 2), mx.int32))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+class _Outline(nn.Module):  # type: ignore[misc]
+    """Gives results of the right shape and has nothing but calls."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._shape = tuple(inner.weight.shape)
+        if type(inner) is nn.Embedding:
+            self.as_linear = self._project
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if mx.issubdtype(x.dtype, mx.integer):
+            return mx.zeros((*x.shape, self._shape[1]))
+        return self._project(x)
+
+    def _project(self, x: mx.array) -> mx.array:
+        return mx.zeros((*x.shape[:-1], self._shape[0]))
+
+
+def _narrow(module: Any, products: NarrowProducts) -> NarrowLinear | NarrowEmbedding | None:
+    kind = type(module)
+    if kind in _PACKED and takes_packing(module.bits, module.group_size, module.mode):
+        matrix = narrow_packed(module.weight, module.scales, module.biases, module.bits)
+    elif kind in KINDS and takes_dtype(module.weight.dtype):
+        matrix = narrow_plain(module.weight)
+    else:
+        return None
+    if kind in (nn.Embedding, nn.QuantizedEmbedding):
+        return NarrowEmbedding(matrix, products)
+    return NarrowLinear(matrix, products, module.get("bias"))
+
+
+def _check(path: str, module: Any, made: NarrowLinear | NarrowEmbedding) -> None:
+    """A few rows through both; embeddings also give some tokens' rows."""
+    form = made.matrix.form
+    x = mx.random.normal((3, form.inputs), key=mx.random.key(0))
+    if isinstance(made, NarrowLinear):
+        pairs = [(_reference(module, x), made(x))]
+    else:
+        tokens = mx.array([[0, form.outputs - 1, form.outputs // 2]])
+        pairs = [(_widened(module, tokens), made(tokens)), (_reference(module, x), made.as_linear(x))]
+    for expected, got in pairs:
+        worst = mx.max(mx.abs(expected - got)) / (mx.max(mx.abs(expected)) + 1e-6)
+        if not bool((worst < _TOLERANCE).item()):
+            raise StartupError(f"products over narrow weights are wrong in {path}: start with --dequantize")
+
+
+def _reference(module: Any, x: mx.array) -> mx.array:
+    outputs = module.weight.shape[0]
+    result = x @ _widened(module, mx.arange(outputs)).T
+    return result + module.bias.astype(mx.float32) if "bias" in module else result
+
+
+def _widened(module: Any, index: mx.array) -> mx.array:
+    """Weights of some outputs as MLX widens them, float32."""
+    if type(module) in KINDS:
+        return module.weight[index].astype(mx.float32)  # type: ignore[no-any-return]
+    scales, biases = (module[name][index].astype(mx.float32) for name in ("scales", "biases"))
+    return mx.dequantize(module.weight[index], scales, biases, group_size=module.group_size, bits=module.bits)
+
+
+def _fused(module: Any, products: NarrowProducts) -> NarrowGatedMLP | None:
+    """The module as a gated product, where that is what it computes."""
+    children = module.children()
+    if set(children) != set(_MLP) or not all(type(children[name]) is NarrowLinear for name in _MLP):
+        return None
+    gate, up, down = (children[name] for name in _MLP)
+    if "bias" in gate or "bias" in up:
+        return None
+    matrix = interleaved(gate.matrix, up.matrix)
+    if matrix is None:
+        return None
+    made = NarrowGatedMLP(matrix, down, products)
+    x = mx.random.normal((2, matrix.form.inputs), key=mx.random.key(0))
+    expected = module(x)
+    worst = mx.max(mx.abs(made(x) - expected)) / (mx.max(mx.abs(expected)) + 1e-6)
+    return made if bool((worst < _TOLERANCE).item()) else None
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    owner: Any = model
+    for step in parents:
+        owner = owner[int(step)] if isinstance(owner, list) else owner[step]
+    if isinstance(owner, list):
+        owner[int(name)] = module
+    else:
+        owner[name] = module

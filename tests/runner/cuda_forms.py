@@ -1,0 +1,147 @@
+"""The forms of our CUDA kernels that models of usual shapes need, collected without a GPU: nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from kernel_cases import Case, build
+
+from headrace.runner import kernel_language, small_rows
+from headrace.runner.attention import paged_decode, paged_decode_source
+from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
+from headrace.runner.kernel_language import CUDA_NAMES, cuda_kernel
+from headrace.runner.kernel_text import KernelForm
+from headrace.runner.kv_pool import KVPool, LayerShape
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.pool_store import PoolStore
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
+from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
+
+HALF = (mx.bfloat16, mx.float16)
+
+
+class Recorder:
+    """A cache that only notes which forms it is asked for.
+
+    Attributes:
+        forms: by their text.
+        late: names of those that came one by one, not together with others.
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[str, KernelForm] = {}
+        self.late: list[str] = []
+        self._together = False
+
+    def ensure(self, form: KernelForm) -> None:
+        if form.own not in self.forms and not self._together:
+            self.late.append(form.name)
+        self.forms[form.own] = form
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        before, self._together = self._together, True
+        yield
+        self._together = before
+
+
+def blank_kernel(**_made: Any) -> Callable[..., list[mx.array]]:
+    """In place of ``mx.fast.cuda_kernel``: outputs are zero."""
+
+    def run(*, output_shapes: Any, output_dtypes: Any, **_launch: Any) -> list[mx.array]:
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+    return run
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Recorder:
+    """What ``run`` asks the cache for."""
+    recorder = Recorder()
+    monkeypatch.setattr(kernel_language, "device_cache", lambda: recorder)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", blank_kernel)
+    run()
+    return recorder
+
+
+def all_kernels() -> None:
+    """Call every kernel in forms that models use."""
+    attention()
+    stores()
+    products()
+    experts()
+
+
+def attention() -> None:
+    kernel = paged_decode.PagedDecodeKernel(
+        cuda_kernel, paged_decode_source.CUDA_PRELUDE, paged_decode.CUDA_FLOATS
+    )
+    cases = [
+        Case(dtype="bfloat16", widths=(64, 64), ratio=4, block_size=32),
+        Case(dtype="float16", widths=(128, 128), ratio=8, block_size=32, sinks=True),
+        Case(dtype="float32", widths=(80, 80)),
+        Case(dtype="bfloat16", widths=(576, 512), ratio=16, kv_heads=1),
+        Case(dtype="bfloat16", widths=(128, 128), ratio=4, bits=8, window=64),
+        Case(dtype="float16", widths=(256, 256), ratio=2, bits=4, softcap=50.0),
+    ]
+    for case in cases:
+        # One short row is one split, one long row is many.
+        for lengths in ((5,), (9000,)):
+            queries, view = build(Case(**{**_fields(case), "lengths": lengths}))[:2]
+            sinks = mx.zeros((case.heads,)) if case.sinks else None
+            kernel(queries, view, case.scale, case.window, sinks, case.softcap)
+
+
+def _fields(case: Case) -> dict[str, Any]:
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+def stores() -> None:
+    store = PoolStore(cuda_kernel, CUDA_NAMES)
+    slots, mark = mx.zeros((3,), mx.int32), mx.zeros((1,), mx.int32)
+    for dtype in (*HALF, mx.float32, mx.uint32):
+        for count in (2, 4):
+            store.write([mx.zeros((8, 2, 8), dtype)] * count, [mx.zeros((3, 2, 8), dtype)] * count, slots, mark)
+    rotate = RotateAndStore(cuda_kernel, CUDA_NAMES)
+    for dtype in HALF:
+        for norm in (None, mx.ones((64,), dtype)):
+            pool = KVPool([LayerShape(0, 2, 64, 64, dtype)], [4], 32, head_major=False, store=store)
+            group = GroupBatch(None, mx.zeros((1,), mx.int32))
+            batch = ForwardBatch(
+                offsets=mx.zeros((1,), mx.int32),
+                ends=mx.ones((1,), mx.int32),
+                starts=[0],
+                lengths=[1],
+                groups=[group],
+            )
+            spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
+            rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
+
+
+def products() -> None:
+    own = KernelProducts()
+    for dtype in HALF:
+        for rows in small_rows.MEASURED_ROWS:
+            x = mx.zeros((rows, 1, 2048), dtype)
+            square, wide = (Dense(mx.zeros((width, 2048), dtype)) for width in (2048, 16384))
+            norm = Norm(mx.ones((2048,), dtype), 1e-5)
+            biased = Dense(square.weight, mx.zeros((2048,), dtype))
+            for product in (
+                Product(square, norm),
+                Product(square, residual=x),
+                Product(wide, norm, gated=True),
+                Product(biased, norm),
+            ):
+                own(x, product)
+
+
+def experts() -> None:
+    kernel = CudaExperts()
+    for dtype in HALF:
+        weights = [mx.zeros(shape, dtype) for shape in ((64, 128), (8, 64, 128), (8, 64, 128), (8, 128, 64))]
+        router, gate, up, down = weights
+        layer = Experts(Norm(mx.ones((128,), dtype), 1e-5), Dense(router[:8]), gate, up, down, 2, True)
+        kernel(mx.zeros((3, 1, 128), dtype), layer, small_rows.plain_product)
