@@ -3,8 +3,9 @@
     python benchmarks/cpu_decode.py --model FILE.gguf
     python benchmarks/cpu_decode.py --model FOLDER --rows 1 8 32 --contexts 70 400 2000 --kv-cache-dtype int8
 
-One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one ahead of
-it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with random vectors, which takes as long to read.
+One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one
+ahead of it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with
+random vectors, which takes as long to read.
 """
 
 from __future__ import annotations
