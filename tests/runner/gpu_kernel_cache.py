@@ -38,6 +38,7 @@ CONFIG = {
 }  # fmt: skip
 started = time.perf_counter()
 failures: list[str] = []
+skipped: list[str] = []
 limit_s = [116.0]
 
 
@@ -278,7 +279,7 @@ def attempt(name: str, run: Callable[[], None]) -> None:
     try:
         run()
     except (OutOfTimeError, subprocess.TimeoutExpired):
-        say("out of time:", name)
+        skipped.append(name)
     except Exception as error:
         expect(name, False, str(error)[-1500:])
 
@@ -379,6 +380,8 @@ def main() -> None:
         attempt("starts", lambda: check_starts(folder, args.baseline))
         attempt("bits", lambda: check_bits(folder))
     say(f"{len(failures)} failures" if failures else "all passed")
+    if skipped:
+        say("out of time before the end of:", *skipped)
     for failure in failures:
         print(" -", failure)
     sys.exit(bool(failures))
