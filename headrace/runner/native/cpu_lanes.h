@@ -61,6 +61,26 @@ inline Ints dot(Ints a, Ints b, Ints sum) {
 #endif
 }
 
+// The same with one value for all lanes, from memory. GCC would load it into a register of its own first, where one
+// instruction does both.
+inline Floats fused(Floats a, const float* b, Floats sum) {
+#if defined(__AVX512F__)
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));
+  return sum;
+#else
+  return fused(a, Floats{} + *b, sum);
+#endif
+}
+
+inline Ints dot(Ints a, const int32_t* b, Ints sum) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));
+  return sum;
+#else
+  return dot(a, Ints{} + *b, sum);
+#endif
+}
+
 inline Ints rounded(Floats x) {  // |x| below 2^22: adding 1.5 · 2^23 leaves the integer in the low bits
   return Ints(x + 12582912.0f) - 0x4B400000;
 }
