@@ -210,7 +210,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     progress("checking", 0.0)
     wanted = RunnerOptions(
         compile=config.compile if config.compile is not None else not head_major,
-        max_prefill_rows=8 if head_major else 1,
+        max_prefill_rows=8,
         decode_kernel=choice.kernel is not None,
     )
     if wanted.compile and head_major and not wanted.decode_kernel:
