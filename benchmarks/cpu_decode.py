@@ -42,9 +42,8 @@ def main() -> int:
     print("| rows × context | " + " | ".join(f"{way}: median, best ms" for way in ways) + " |")
     print("|---|" + "---|" * len(ways))
     for cell in times[ways[0]]:
-        shown = [
-            f"{statistics.median(times[way][cell]) * 1e3:.1f}, {min(times[way][cell]) * 1e3:.1f}" for way in ways
-        ]
+        both = [(statistics.median(times[way][cell]) * 1e3, min(times[way][cell]) * 1e3) for way in ways]
+        shown = [f"{median:.1f}, {best:.1f}" for median, best in both]
         print(f"| {cell[0]} × {cell[1]} | " + " | ".join(shown) + " |")
     return 0
 

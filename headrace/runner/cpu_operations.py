@@ -1,7 +1,7 @@
 """The native operations of the CPU (``native/cpu_operations.cpp``), where they can be built.
 
-They share the threads of the products (``native/sgemm.cpp``) and are optional: without a compiler, Python's headers
-or nanobind everything has a way through MLX's own operations.
+They share the threads of the products (``native/sgemm.cpp``) and are optional: without a compiler, Python's
+headers or nanobind everything has a way through MLX's own operations.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ void affine(const Tile& tile, Floats* out) {
           if constexpr (Strips == 1) {
             sum[i % kChains][0][r] = dot(q[0], x + r, sum[i % kChains][0][r]);
           } else {
-            const Ints value = Ints{} + x[r];
+            const Ints value = everywhere(x[r]);
             for (int s = 0; s < Strips; s++) sum[i % kChains][s][r] = dot(q[s], value, sum[i % kChains][s][r]);
           }
         }
@@ -263,7 +263,7 @@ void wide(const Tile& tile, Floats* out) {
       if constexpr (Strips == 1) {
         total[0][r] = fused(weights[0], x + r, total[0][r]);
       } else {
-        const Floats value = Floats{} + x[r];
+        const Floats value = everywhere(x[r]);
 #pragma GCC unroll 4
         for (int s = 0; s < Strips; s++) total[s][r] = fused(weights[s], value, total[s][r]);
       }

@@ -1,6 +1,6 @@
 """Module substitution, CPU with float32 activations: RMS norms by a native operation.
 
-The pattern is a class named so with ``weight`` and ``eps``, which multiplies by its weight, or by one more (Gemma).
+The pattern is a class named so with ``weight`` and ``eps``, which multiplies by its weight or by one more (Gemma).
 A module is replaced only after its replacement gave the same output on random input, and took no longer.
 """
 
