@@ -2,8 +2,8 @@
 
     python benchmarks/narrow_products.py [--rows 1,8,16,32,85,512] [--rounds 15]
 
-Shapes are those of the demo model's layers (q, k, v together; output; gate and up; down; language head) and one large
-one. Every form takes its turn in every round, and the best round counts: other processes disturb all of them alike.
+Shapes are those of the demo model's layers (q, k, v together; output; gate and up; down; language head) and one
+large one. Every form takes its turn in every round, and the best round counts: other processes disturb all alike.
 Weights of a form are larger than the caches together, as in a model.
 """
 
