@@ -18,6 +18,8 @@ from headrace.runner.kernel_text import KernelForm
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.sampling_kernel import SamplingKernel
+from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 
@@ -73,6 +75,7 @@ def all_kernels() -> None:
     stores()
     products()
     experts()
+    sampling()
 
 
 def attention() -> None:
@@ -145,3 +148,10 @@ def experts() -> None:
         router, gate, up, down = weights
         layer = Experts(Norm(mx.ones((128,), dtype), 1e-5), Dense(router[:8]), gate, up, down, 2, True)
         kernel(mx.zeros((3, 1, 128), dtype), layer, small_rows.plain_product)
+
+
+def sampling() -> None:
+    kernel = SamplingKernel(cuda_kernel, CUDA_NAMES + CUDA_SAMPLING_NAMES)
+    for dtype in (*HALF, mx.float32):
+        for vocab in (32003, 128256):
+            kernel(mx.zeros((2, vocab), dtype), None)

@@ -19,7 +19,14 @@ import numpy as np
 from headrace.runner.small_rows_source import MACHINE
 
 SHIM = Path(__file__).parent / "cuda_shim" / "shim.hpp"
-TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.int32: "int"}
+TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+    mx.bool_: "bool",
+}
 
 
 class EmulatedKernel:
@@ -89,17 +96,18 @@ class EmulatedKernel:
 
 
 def _storage(dtype: mx.Dtype) -> Any:
-    return {mx.float32: np.float32, mx.int32: np.int32}.get(dtype, np.uint16)
+    whole = {mx.float32: np.float32, mx.int32: np.int32, mx.uint32: np.uint32, mx.bool_: np.bool_}
+    return whole.get(dtype, np.uint16)
 
 
 def host(array: mx.array) -> np.ndarray:
     """The array's bits, contiguous."""
     array = mx.contiguous(array)
-    return np.array(array if array.dtype.size == 4 else array.view(mx.uint16))
+    return np.array(array.view(mx.uint16) if array.dtype.size == 2 else array)
 
 
 def device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    return mx.array(array) if dtype.size == 4 else mx.array(array).view(dtype)
+    return mx.array(array).view(dtype) if dtype.size == 2 else mx.array(array)
 
 
 def emulated(folder: Path) -> Any:

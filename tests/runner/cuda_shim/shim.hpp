@@ -5,6 +5,7 @@
 
 #define __shared__ static
 #define __device__
+#define __forceinline__ inline
 #define DEVICE static inline
 #define __syncthreads() shim::group_barrier()
 
@@ -17,6 +18,13 @@ inline float of_bits(int x) {
   float value;
   std::memcpy(&value, &x, 4);
   return value;
+}
+
+inline float __uint_as_float(unsigned x) { return of_bits(int(x)); }
+inline unsigned __float_as_uint(float value) {
+  unsigned x;
+  std::memcpy(&x, &value, 4);
+  return x;
 }
 
 struct __nv_bfloat16 {

@@ -1,0 +1,143 @@
+"""Sampling by two kernels of our own on a GPU (``sampling_source.py``), for rows whose logits are as they shall be.
+
+What a row asks for is eight words, all rows' words are one array: MLX keeps what the host makes in memory that a
+kernel waits for (``device_arrays.py``), so there is one such array in a step, and one operation that reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from headrace.runner import sampling_source as source
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, compile_ahead, cuda_kernel
+from headrace.runner.sampling_batch import RandomRows, Truncation
+from headrace.runner.small_rows_source import BOUNDS
+from headrace.runner.timing import no_slower
+
+log = logging.getLogger("headrace.runner")
+
+STRIP_THREADS = 256
+CHOICE_THREADS = 1024
+KINDS = (mx.float32, mx.bfloat16, mx.float16)
+# Outputs have at least so many elements; MLX would take memory that the host shares for fewer bytes than nine.
+LEAST_OUTPUTS = 16
+# What a row asks for: the largest logit; noise; noise over what top_p and min_p keep; and over what top_k keeps too.
+GREEDY, PLAIN, TRUNCATED, TOP_K = range(4)
+# Rows of the checks at start.
+CHECKED_ROWS = 12
+
+# Logits [R, V], rows with a temperature -> tokens [R] int32, finite [R] bool.
+Choose = Callable[[mx.array, RandomRows | None], tuple[mx.array, mx.array]]
+
+
+def row_words(rows: int, vocab: int, random: RandomRows) -> npt.NDArray[np.uint32]:
+    """``[rows, 8]``: kind, temperature, both keys, top_k, top_p, log(min_p), nothing; floats by their bits."""
+    words = np.zeros((rows, source.WORDS), np.uint32)
+    index = np.arange(rows) if random.rows is None else np.array(random.rows)
+    mine = np.zeros((len(index), source.WORDS), np.uint32)
+    mine[:, 0] = PLAIN
+    mine[:, 1] = random.temperatures.view(np.uint32)
+    mine[:, 2], mine[:, 3] = random.key_add, random.key_mul
+    truncation = random.truncation
+    if truncation is not None:
+        mine[(truncation.top_p < 1) | (truncation.min_p > 0), 0] = TRUNCATED
+        mine[truncation.top_k < vocab, 0] = TOP_K
+        with np.errstate(divide="ignore"):
+            least = np.log(truncation.min_p.astype(np.float64)).astype(np.float32)
+        mine[:, 4] = truncation.top_k
+        mine[:, 5], mine[:, 6] = truncation.top_p.view(np.uint32), least.view(np.uint32)
+    words[index] = mine
+    return words
+
+
+class SamplingKernel:
+    """The compiled kernels of one device; make one and keep it.
+
+    Args:
+        make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
+        header: the matching names of ``kernel_language.py`` and ``sampling_source.py``.
+        bounds: tell the compiler how many threads a block has (CUDA).
+        threads: of the block that chooses a row's token: whole warps, at most 1024.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], header: str, *, bounds: bool = True, threads: int = CHOICE_THREADS
+    ) -> None:
+        self._threads = threads
+        self._greedy: dict[int, mx.array] = {}
+
+        def kernel(name: str, inputs: list[str], outputs: list[str], body: str, block: int, blocks: int) -> Any:
+            limits = BOUNDS.format(threads=block, blocks=blocks) if bounds else ""
+            return make(
+                name=name,
+                input_names=inputs,
+                output_names=outputs,
+                source=compact(body),
+                header=compact(header + source.FUNCTIONS) + limits,
+            )
+
+        inputs = ["logits", "words"]
+        self._strips = kernel("sample_strips", inputs, ["found"], source.STRIPS_BODY, STRIP_THREADS, 4)
+        self._choice = kernel(
+            "sample_choice", [*inputs, "found"], ["tokens", "finite"], source.CHOICE_BODY, threads, 1
+        )
+
+    @staticmethod
+    def for_device() -> SamplingKernel | None:
+        """The kernels of the default device, unchecked; None where there are none."""
+        if mx.default_device() != mx.gpu:
+            return None
+        if mx.metal.is_available():
+            return SamplingKernel(
+                mx.fast.metal_kernel, METAL_NAMES + source.METAL_SAMPLING_NAMES, bounds=False
+            )
+        return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES)
+
+    @staticmethod
+    def takes(logits: mx.array) -> bool:
+        """Whether the kernels can sample from ``logits [R, V]`` at all."""
+        return logits.dtype in KINDS and 1 <= logits.shape[1] <= source.STRIP * source.COLLECTED
+
+    def __call__(self, logits: mx.array, random: RandomRows | None) -> tuple[mx.array, mx.array]:
+        """Tokens ``[R]`` int32 of ``logits [R, V]``, and whether the row's logits are finite.
+
+        Not finite: NaN or +inf anywhere, or nothing but -inf.
+        """
+        rows, vocab = logits.shape
+        strips = -(-vocab // source.STRIP)
+        words = self._words(rows, vocab, random)
+        constants = [("T", logits.dtype), ("V", vocab), ("STRIPS", strips)]
+        found = self._strips(
+            inputs=[logits, words],
+            template=constants,
+            grid=(-(-strips * 32 // STRIP_THREADS) * STRIP_THREADS, rows, 1),
+            threadgroup=(STRIP_THREADS, 1, 1),
+            output_shapes=[(rows, source.RESULTS, strips)],
+            output_dtypes=[mx.uint32],
+        )[0]
+        made = max(rows, LEAST_OUTPUTS)
+        tokens, finite = self._choice(
+            inputs=[logits, words, found],
+            template=[*constants, ("THREADS", self._threads)],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+            output_shapes=[(made,), (made,)],
+            output_dtypes=[mx.int32, mx.bool_],
+        )
+        return (tokens, finite) if made == rows else (tokens[:rows], finite[:rows])
+
+    def _words(self, rows: int, vocab: int, random: RandomRows | None) -> mx.array:
+        if rows not in self._greedy:
+            self._greedy[rows] = mx.zeros((rows, source.WORDS), mx.uint32)
+            mx.eval(self._greedy[rows])
+        greedy = self._greedy[rows]
+        # The sum is made by the device, in its own memory.
+        return greedy if random is None else mx.array(row_words(rows, vocab, random)) + greedy
