@@ -34,6 +34,7 @@ COLLECTED = 2048
 
 CUDA_SAMPLING_NAMES = """
 #define FUNCTION __device__ __forceinline__
+#define APART __device__ __noinline__
 #define IN_SHARED(type) type
 #define IN_DEVICE(type) type
 #define SHARED_COUNTER(name) __shared__ int name
@@ -50,6 +51,7 @@ CUDA_SAMPLING_NAMES = """
 
 METAL_SAMPLING_NAMES = """
 #define FUNCTION inline
+#define APART inline
 #define IN_SHARED(type) threadgroup type
 #define IN_DEVICE(type) device type
 #define SHARED_COUNTER(name) threadgroup metal::atomic_int name
@@ -145,7 +147,7 @@ FUNCTION float of_order(unsigned order) {
 }
 
 // Sort the first n values (a power of two), the largest first.
-FUNCTION void sort_block(IN_SHARED(unsigned)* values, int n, int thread, int threads) {
+APART void sort_block(IN_SHARED(unsigned)* values, int n, int thread, int threads) {
   for (int run = 2; run <= n; run *= 2) {
     for (int step = run / 2; step > 0; step /= 2) {
       BARRIER();
@@ -188,7 +190,7 @@ FUNCTION Seen with_token(Seen seen, float scaled, unsigned token, Row row, float
 }
 // All tokens of the row, if collected < 0, else those collected; values are scaled logits.
 template <typename T>
-FUNCTION Seen look(IN_DEVICE(const T)* logits, int vocab, IN_SHARED(const float)* values,
+APART Seen look(IN_DEVICE(const T)* logits, int vocab, IN_SHARED(const float)* values,
                    IN_SHARED(const unsigned)* tokens, int collected, Row row, float above, bool equal, bool noise,
                    IN_SHARED(unsigned)* slots, int thread, int threads) {
   Seen seen = nothing_seen();
@@ -216,7 +218,7 @@ FUNCTION Seen look(IN_DEVICE(const T)* logits, int vocab, IN_SHARED(const float)
 }
 // The k-th largest scaled logit of the whole row. Two bits of its order per pass.
 template <typename T>
-FUNCTION float kth_largest(IN_DEVICE(const T)* logits, int vocab, int k, float temperature,
+APART float kth_largest(IN_DEVICE(const T)* logits, int vocab, int k, float temperature,
                            IN_SHARED(unsigned)* slots, int thread, int threads) {
   unsigned found = 0;
   for (int bit = 30; bit >= 0; bit -= 2) {

@@ -6,6 +6,7 @@
 #define __shared__ static
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define DEVICE static inline
 #define __syncthreads() shim::group_barrier()
 
