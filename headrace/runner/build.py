@@ -45,10 +45,11 @@ from headrace.runner.grammar_masks import GrammarMasks
 from headrace.runner.kernel_cache import device_cache
 from headrace.runner.kv_layout import ModelLayout, read_layout
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.loader import LoadedModel, load_model
+from headrace.runner.loader import DTYPES, LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore, Store
+from headrace.runner.sampling_check import choose_sampling
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.step_graphs import StepGraphs
@@ -144,6 +145,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         options,
         GrammarMasks(grammars, prepared.vocab_size),
         prepared.graphs,
+        choose_sampling(prepared.vocab_size, DTYPES.get(prepared.loaded.dtype, mx.float32)),
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
     if kernels is not None:

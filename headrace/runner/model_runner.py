@@ -41,6 +41,7 @@ from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
+from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.step_graphs import StepGraphs
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
@@ -121,6 +122,7 @@ class ModelRunner:
         options: see ``RunnerOptions``.
         grammars: makes masks for rows with a grammar; None: there are no such rows.
         graphs: recordings of the decode forward, where it is compiled and writes in place; None: no recordings.
+        sampling: kernels that choose tokens; None: MLX's operations do.
     """
 
     def __init__(
@@ -133,9 +135,11 @@ class ModelRunner:
         options: RunnerOptions,
         grammars: GrammarMasks | None = None,
         graphs: StepGraphs | None = None,
+        sampling: SamplingKernel | None = None,
     ) -> None:
         self._model = model
         self._grammars = grammars
+        self._sampling = sampling
         self._selector = selector
         self._pool = pool
         self._vocab_size = vocab_size
@@ -484,7 +488,7 @@ class ModelRunner:
         fed = None
         if batch.edits is not None and batch.edits.history is not None:
             fed = inputs[0] if len(inputs) == 1 else mx.concatenate(inputs, axis=0)
-        return sample(joined, batch, fed)
+        return sample(joined, batch, fed, self._sampling)
 
 
 def _gather_arrays(group: GroupBatch) -> tuple[mx.array, mx.array, mx.array]:

@@ -16,7 +16,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from headrace.runner.sampling_batch import History, LogitEdits, SamplingBatch, Truncation
+from headrace.runner.sampling_batch import History, LogitEdits, RandomRows, SamplingBatch, Truncation
+from headrace.runner.sampling_kernel import SamplingKernel
 
 # Truncation on the CPU sorts this many candidates and falls back to a full sort when they are too few.
 CANDIDATES = 256
@@ -44,38 +45,49 @@ class Sampled:
         return [self.tokens, self.finite, *(array for array in extra if array is not None)]
 
 
-def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = None) -> Sampled:
+def sample(
+    logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = None, own: SamplingKernel | None = None
+) -> Sampled:
     """Sample one token per row.
 
     Args:
         logits: ``[R, V]``, any float type.
         batch: what the rows ask for.
         inputs: ``[R]`` the token each row was fed, for histories whose newest token the host has not seen.
+        own: kernels that choose tokens by the same definition, where they take the rows.
     """
-    logits = logits.astype(mx.float32)
     if batch.edits is not None:
-        logits = _replace_rows(logits, batch.edits.rows, partial(_edit, batch.edits, inputs))
-    tokens = _argmax(logits).astype(mx.int32)
-    if batch.random is not None:
-        chosen = batch.random
-        scaled = _rows(logits, chosen.rows) / mx.array(chosen.temperatures)[:, None]
-        if chosen.truncation is not None:
-            threshold = _threshold(scaled, chosen.truncation)
-            scaled = mx.where(scaled >= threshold, scaled, -mx.inf)
-        drawn = gumbel_argmax(scaled, mx.array(chosen.key_add), mx.array(chosen.key_mul))
-        if chosen.rows is None:
-            tokens = drawn
-        else:
-            tokens[mx.array(chosen.rows)] = drawn
-    # Two operations; isfinite is six.
-    finite = mx.abs(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0] < mx.inf
-    result = Sampled(tokens, finite)
+        edit = partial(_edit, batch.edits, inputs)
+        logits = _replace_rows(logits.astype(mx.float32), batch.edits.rows, edit)
+    if own is not None and own.takes(logits, batch.random):
+        result = Sampled(*own(logits, batch.random))
+    else:
+        logits = logits.astype(mx.float32)
+        tokens = _choose(logits, batch.random)
+        # Two operations; isfinite is six.
+        result = Sampled(tokens, mx.abs(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0] < mx.inf)
     if batch.logprob_rows:
         rows = None if len(batch.logprob_rows) == logits.shape[0] else batch.logprob_rows
-        picked = tokens if rows is None else tokens[mx.array(rows)]
+        picked = result.tokens if rows is None else result.tokens[mx.array(rows)]
         found = token_logprobs(_rows(logits, rows), picked, batch.num_top)
         result.logprobs, result.top_ids, result.top_logprobs = found
     return result
+
+
+def _choose(logits: mx.array, random: RandomRows | None) -> mx.array:
+    """Tokens ``[R]`` int32 of float32 ``logits [R, V]``."""
+    tokens = _argmax(logits).astype(mx.int32)
+    if random is None:
+        return tokens
+    scaled = _rows(logits, random.rows) / mx.array(random.temperatures)[:, None]
+    if random.truncation is not None:
+        threshold = _threshold(scaled, random.truncation)
+        scaled = mx.where(scaled >= threshold, scaled, -mx.inf)
+    drawn = gumbel_argmax(scaled, mx.array(random.key_add), mx.array(random.key_mul))
+    if random.rows is None:
+        return drawn
+    tokens[mx.array(random.rows)] = drawn
+    return tokens
 
 
 def _argmax(logits: mx.array) -> mx.array:

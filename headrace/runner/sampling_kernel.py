@@ -1,4 +1,4 @@
-"""Sampling by two kernels of our own on a GPU (``sampling_source.py``), for rows whose logits are as they shall be.
+"""Sampling by two kernels of our own on a GPU (``sampling_source.py``), over logits that are edited already.
 
 What a row asks for is eight words, all rows' words are one array: MLX keeps what the host makes in memory that a
 kernel waits for (``device_arrays.py``), so there is one such array in a step, and one operation that reads it.
@@ -6,36 +6,34 @@ kernel waits for (``device_arrays.py``), so there is one such array in a step, a
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from headrace.runner import sampling_source as source
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, compile_ahead, cuda_kernel
-from headrace.runner.sampling_batch import RandomRows, Truncation
+from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
+from headrace.runner.sampling_batch import RandomRows
 from headrace.runner.small_rows_source import BOUNDS
-from headrace.runner.timing import no_slower
-
-log = logging.getLogger("headrace.runner")
 
 STRIP_THREADS = 256
 CHOICE_THREADS = 1024
 KINDS = (mx.float32, mx.bfloat16, mx.float16)
 # Outputs have at least so many elements; MLX would take memory that the host shares for fewer bytes than nine.
 LEAST_OUTPUTS = 16
-# What a row asks for: the largest logit; noise; noise over what top_p and min_p keep; and over what top_k keeps too.
+# What a row asks for: the largest logit; noise; noise over what top_p and min_p keep; over what top_k keeps too.
 GREEDY, PLAIN, TRUNCATED, TOP_K = range(4)
-# Rows of the checks at start.
-CHECKED_ROWS = 12
+# Kinds of batches, by the costliest row.
+BATCH_KINDS = ("greedy", "random", "truncated")
 
-# Logits [R, V], rows with a temperature -> tokens [R] int32, finite [R] bool.
-Choose = Callable[[mx.array, RandomRows | None], tuple[mx.array, mx.array]]
+
+def batch_kind(random: RandomRows | None) -> str:
+    """Of ``BATCH_KINDS``."""
+    if random is None:
+        return "greedy"
+    return "random" if random.truncation is None else "truncated"
 
 
 def row_words(rows: int, vocab: int, random: RandomRows) -> npt.NDArray[np.uint32]:
@@ -46,6 +44,8 @@ def row_words(rows: int, vocab: int, random: RandomRows) -> npt.NDArray[np.uint3
     mine[:, 0] = PLAIN
     mine[:, 1] = random.temperatures.view(np.uint32)
     mine[:, 2], mine[:, 3] = random.key_add, random.key_mul
+    mine[:, 4], mine[:, 5] = vocab, np.float32(2.0).view(np.uint32)  # off
+    mine[:, 6] = np.float32(-np.inf).view(np.uint32)
     truncation = random.truncation
     if truncation is not None:
         mine[(truncation.top_p < 1) | (truncation.min_p > 0), 0] = TRUNCATED
@@ -66,11 +66,15 @@ class SamplingKernel:
         header: the matching names of ``kernel_language.py`` and ``sampling_source.py``.
         bounds: tell the compiler how many threads a block has (CUDA).
         threads: of the block that chooses a row's token: whole warps, at most 1024.
+
+    Attributes:
+        used_for: kinds of batches that ``takes`` accepts; ``sampling_check.py`` leaves those that gain by it.
     """
 
     def __init__(
         self, make: Callable[..., Any], header: str, *, bounds: bool = True, threads: int = CHOICE_THREADS
     ) -> None:
+        self.used_for = frozenset(BATCH_KINDS)
         self._threads = threads
         self._greedy: dict[int, mx.array] = {}
 
@@ -96,15 +100,13 @@ class SamplingKernel:
         if mx.default_device() != mx.gpu:
             return None
         if mx.metal.is_available():
-            return SamplingKernel(
-                mx.fast.metal_kernel, METAL_NAMES + source.METAL_SAMPLING_NAMES, bounds=False
-            )
+            return SamplingKernel(mx.fast.metal_kernel, METAL_NAMES + source.METAL_SAMPLING_NAMES, bounds=False)
         return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES)
 
-    @staticmethod
-    def takes(logits: mx.array) -> bool:
-        """Whether the kernels can sample from ``logits [R, V]`` at all."""
-        return logits.dtype in KINDS and 1 <= logits.shape[1] <= source.STRIP * source.COLLECTED
+    def takes(self, logits: mx.array, random: RandomRows | None) -> bool:
+        """Whether the kernels shall sample from ``logits [R, V]``."""
+        most = source.STRIP * source.COLLECTED
+        return logits.dtype in KINDS and logits.shape[1] <= most and batch_kind(random) in self.used_for
 
     def __call__(self, logits: mx.array, random: RandomRows | None) -> tuple[mx.array, mx.array]:
         """Tokens ``[R]`` int32 of ``logits [R, V]``, and whether the row's logits are finite.

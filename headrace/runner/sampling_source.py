@@ -5,13 +5,13 @@
     choice   one block per row over the strips' results. A greedy row and one without truncation end here
 
 A row with truncation goes on by rejection. The token of the best noisy logit is the row's if truncation keeps it,
-and to know that takes one pass: the mass above it. If it is not kept, nothing at or below its logit is, so the best
-noisy logit above it is next. The first is rejected with a probability of at most ``1 - top_p``, so one pass is mostly
-enough, and the row is never sorted. The result is the definition's: the argmax over what is kept.
+and to know that takes one pass: the mass above it. If it is not kept, nothing at or below its logit is, so the
+best noisy logit above it is next. The first is rejected with a probability of at most ``1 - top_p``, so one pass
+is mostly enough, and the row is never sorted. The result is the definition's: the argmax over what is kept.
 
-With ``top_k`` the k-th largest logit is found first. The k-th largest of the strips' maxima is no larger than it; so
-the few tokens from there on are collected, sorted by value, and all further passes go over them. Where these are
-too many (or k is larger than the number of strips) the value is found by bisection over the whole row.
+With ``top_k`` the k-th largest logit is found first. The k-th largest of the strips' maxima is no larger than it;
+so the few tokens from there on are collected, sorted by value, and all further passes go over them. Where these
+are too many (or k is larger than the number of strips) the value is found by bisection over the whole row.
 
 Mass is summed in fixed point, shares of the largest probability in units of 2**-40: integers, so that the order of
 sums cannot show, and what a row gives depends on its logits and parameters only. Where a border falls is therefore
@@ -26,8 +26,8 @@ from __future__ import annotations
 STRIP = 256
 # Words of a row's parameters, see ``sampling_kernel.py``.
 WORDS = 8
-# Results of a strip, each [strips] of a row: largest logit, its token (bit 31: there is a NaN), sum, best noisy
-# logit, its token.
+# Results of a strip, each [strips] of a row: largest logit (infinite where there is a NaN), its token, sum, best
+# noisy logit, its token.
 RESULTS = 5
 # Tokens that can be collected; so many strips at most.
 COLLECTED = 2048
@@ -86,6 +86,14 @@ FUNCTION Seen with_value(Seen seen, float value, unsigned token) {
   if (value > seen.best || (value == seen.best && token < seen.token)) {
     seen.best = value;
     seen.token = token;
+  }
+  return seen;
+}
+FUNCTION Seen best_of_warp(Seen seen) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const float best = SHUFFLE_XOR(seen.best, mask);
+    const unsigned token = SHUFFLE_XOR(seen.token, mask);
+    seen = with_value(seen, best, token);
   }
   return seen;
 }
@@ -175,8 +183,8 @@ FUNCTION float floor_of(float scaled, float temperature) {
   const float x = scaled * temperature;
   return x - (x < 0.0f ? -x : x) * 1e-6f - 1e-30f;
 }
-// The token added to what is seen, if its scaled logit is above `above`, or equal where `equal`. Count and mass are
-// of those above.
+// The token added to what is seen, if its scaled logit is above `above`, or equal where `equal`. Count and mass
+// are of those above.
 FUNCTION Seen with_token(Seen seen, float scaled, unsigned token, Row row, float above, bool equal, bool noise) {
   const bool counts = scaled > above;
   if ((counts || (equal && scaled == above)) && scaled - row.top >= row.low) {
@@ -254,25 +262,20 @@ STRIPS_BODY = """
   const unsigned mode = words[row * 8];
   IN_DEVICE(const T)* own = logits + long(row) * V;
   float x[8];
-  bool bad = false;
   Seen top = nothing_seen();
   for (int i = 0; i < 8; ++i) {
     const int token = strip * 256 + i * 32 + lane;
     x[i] = token < V ? float(own[token]) : LEAST;
   }
   for (int i = 0; i < 8; ++i) {
-    if (x[i] != x[i]) {
-      bad = true;
-      x[i] = LEAST;
-    }
+    if (x[i] != x[i]) x[i] = -LEAST;  // as bad as infinity
     top = with_value(top, x[i], unsigned(strip * 256 + i * 32 + lane));
   }
-  top.count = bad ? 1 : 0;
-  top = over_warp(top);
+  top = best_of_warp(top);
   WRITABLE(unsigned)* to = found + long(row) * 5 * STRIPS + strip;
   if (lane == 0) {
     to[0] = WORD_OF(top.best);
-    to[STRIPS] = top.token | (top.count > 0 ? 0x80000000u : 0u);
+    to[STRIPS] = top.token;
   }
   if (mode == 0 || mode == 3) return;
   const float temperature = FLOAT_OF(words[row * 8 + 1]);
@@ -286,7 +289,7 @@ STRIPS_BODY = """
     drawn = with_value(drawn, noisy(scaled, token, add, multiply), token);
     if (mode == 2 && scaled > LEAST) sum += EXP(scaled - largest);
   }
-  drawn = over_warp(drawn);
+  drawn = best_of_warp(drawn);
   for (int mask = 16; mask > 0; mask /= 2) sum += SHUFFLE_XOR(sum, mask);
   if (lane == 0) {
     to[2 * STRIPS] = WORD_OF(sum);
@@ -295,8 +298,8 @@ STRIPS_BODY = """
   }
 """
 
-# Constants: T, V, STRIPS, THREADS. Inputs: logits, words, found as above. Outputs: tokens [>= R] int32, finite [>= R]
-# bool. Grid: a block of THREADS threads (whole warps, up to 32) per row.
+# Constants: T, V, STRIPS, THREADS. Inputs: logits, words, found as above. Outputs: tokens [>= R] int32, finite
+# [>= R] bool. Grid: a block of THREADS threads (whole warps, up to 32) per row.
 CHOICE_BODY = """
   SHARED unsigned slots[32 * 5];
   SHARED unsigned sorted[2048];
@@ -311,12 +314,10 @@ CHOICE_BODY = """
   const unsigned mode = asked[0];
   Seen seen = nothing_seen();
   for (int strip = thread; strip < STRIPS; strip += THREADS) {
-    const unsigned token = strips[STRIPS + strip];
-    seen = with_value(seen, FLOAT_OF(strips[strip]), token & 0x7fffffffu);
-    seen.count += int(token >> 31);
+    seen = with_value(seen, FLOAT_OF(strips[strip]), strips[STRIPS + strip]);
   }
   seen = over_block(seen, slots, thread, THREADS / 32);
-  const bool good = seen.count == 0 && seen.best - seen.best == 0.0f;
+  const bool good = seen.best - seen.best == 0.0f;  // neither infinity
   unsigned chosen = seen.token;
   Row row;
   row.temperature = FLOAT_OF(asked[1]);
