@@ -1,7 +1,7 @@
 """Sampling by two kernels of our own on a GPU (``sampling_source.py``), over logits that are edited already.
 
 What a row asks for is eight words, all rows' words are one array: MLX keeps what the host makes in memory that a
-kernel waits for (``device_arrays.py``), so there is one such array in a step, and one operation that reads it.
+kernel waits for (``device_arrays.py``). It is copied there (``upload.py``), or else read by one operation only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.runner import sampling_source as source
+from headrace.runner.device_arrays import on_device
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 from headrace.runner.sampling_batch import RandomRows
 from headrace.runner.small_rows_source import BOUNDS
+from headrace.runner.upload import Uploads
 
 STRIP_THREADS = 256
 CHOICE_THREADS = 1024
@@ -66,16 +68,24 @@ class SamplingKernel:
         header: the matching names of ``kernel_language.py`` and ``sampling_source.py``.
         bounds: tell the compiler how many threads a block has (CUDA).
         threads: of the block that chooses a row's token: whole warps, at most 1024.
+        uploads: the way of words to the device; None: by an operation that reads them there.
 
     Attributes:
         used_for: kinds of batches that ``takes`` accepts; ``sampling_check.py`` leaves those that gain by it.
     """
 
     def __init__(
-        self, make: Callable[..., Any], header: str, *, bounds: bool = True, threads: int = CHOICE_THREADS
+        self,
+        make: Callable[..., Any],
+        header: str,
+        *,
+        bounds: bool = True,
+        threads: int = CHOICE_THREADS,
+        uploads: Uploads | None = None,
     ) -> None:
         self.used_for = frozenset(BATCH_KINDS)
         self._threads = threads
+        self._uploads = uploads
         self._greedy: dict[int, mx.array] = {}
 
         def kernel(name: str, inputs: list[str], outputs: list[str], body: str, block: int, blocks: int) -> Any:
@@ -101,7 +111,7 @@ class SamplingKernel:
             return None
         if mx.metal.is_available():
             return SamplingKernel(mx.fast.metal_kernel, METAL_NAMES + source.METAL_SAMPLING_NAMES, bounds=False)
-        return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES)
+        return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES, uploads=Uploads.checked())
 
     def takes(self, logits: mx.array, random: RandomRows | None) -> bool:
         """Whether the kernels shall sample from ``logits [R, V]``."""
@@ -137,9 +147,10 @@ class SamplingKernel:
         return (tokens, finite) if made == rows else (tokens[:rows], finite[:rows])
 
     def _words(self, rows: int, vocab: int, random: RandomRows | None) -> mx.array:
+        if random is not None and self._uploads is not None:
+            return self._uploads(row_words(rows, vocab, random))
         if rows not in self._greedy:
-            self._greedy[rows] = mx.zeros((rows, source.WORDS), mx.uint32)
-            mx.eval(self._greedy[rows])
+            self._greedy[rows] = on_device(mx.zeros((rows, source.WORDS), mx.uint32))
         greedy = self._greedy[rows]
         # The sum is made by the device, in its own memory.
         return greedy if random is None else mx.array(row_words(rows, vocab, random)) + greedy

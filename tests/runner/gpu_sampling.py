@@ -9,6 +9,7 @@ reach is named.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +26,12 @@ sys.path.insert(1, str(Path(__file__).parent.parent.parent))
 
 from sampling_cases import Asked, as_read, fault, random_rows
 
-from headrace.runner.kernel_language import compile_ahead
+from headrace.runner.kernel_language import CUDA_NAMES, compile_ahead, cuda_kernel
 from headrace.runner.sampler import sample
 from headrace.runner.sampling_batch import SamplingBatch
 from headrace.runner.sampling_check import choose_sampling, first_fault
 from headrace.runner.sampling_kernel import KINDS, SamplingKernel
+from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 
 VOCABS = (128256, 151936, 49152, 32003)
 ROWS = (1, 32, 128)
@@ -141,9 +143,9 @@ def microseconds(run: Callable[[], mx.array], repeat: int = 12) -> tuple[float, 
     return min(queued) * 1e6, float(np.median(single)) * 1e6
 
 
-def times(kernel: SamplingKernel, seconds: float) -> None:
+def times(kernel: SamplingKernel, unsent: SamplingKernel, seconds: float) -> None:
     vocab = 128256
-    print("microseconds: one of several queued / one waited for; own kernels, MLX's operations")
+    print("us, one of several queued / one waited for: own kernels; without uploads; MLX's operations")
     for rows in ROWS:
         for (shape, spread), dtype in product(SPREADS.items(), (mx.float32, mx.bfloat16)):
             logits = (mx.random.normal((rows, vocab), key=mx.random.key(rows)) * spread).astype(dtype)
@@ -161,7 +163,7 @@ def times(kernel: SamplingKernel, seconds: float) -> None:
                 ) -> mx.array:
                     return sample(logits, SamplingBatch(random=random_rows(asked, vocab)), own=own).tokens
 
-                cells = [microseconds(partial(run, own)) for own in (kernel, None)]
+                cells = [microseconds(partial(run, own)) for own in (kernel, unsent, None)]
                 text = ", ".join(f"{queued:6.0f} / {single:6.0f}" for queued, single in cells)
                 say(f"{rows:4} rows {shape:5} {str(dtype)[9:]:8} {name:21} {text}")
 
@@ -183,15 +185,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=55.0, help="start nothing after these")
     seconds = parser.parse_args().seconds
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     kernel = SamplingKernel.for_device()
-    if kernel is None:
-        sys.exit("needs a GPU")
+    if kernel is None or mx.metal.is_available():
+        sys.exit("needs a CUDA GPU")
     forms = [(128256, dtype) for dtype in KINDS] + [(vocab, dtype) for vocab in VOCABS[1:] for dtype in KINDS[:2]]
     compile_ahead(lambda: [kernel(mx.zeros((2, vocab), dtype), None) for vocab, dtype in forms])
-    say("compiled")
+    say("compiled; uploads:", "no" if kernel._uploads is None else "yes")
     for name, run in checks(kernel, seconds * 0.45):
         check(name, run)
-    times(kernel, seconds)
+    unsent = SamplingKernel(cuda_kernel, CUDA_NAMES + CUDA_SAMPLING_NAMES)
+    times(kernel, unsent, seconds)
     chosen = choose_sampling(128256, mx.bfloat16)
     say(
         "at start this device would use own kernels for:", "nothing" if chosen is None else sorted(chosen.used_for)

@@ -99,9 +99,7 @@ def test_ties(kernel: SamplingKernel, dtype: mx.Dtype) -> None:
     logits[1::2][logits[1::2] == 0] *= -1
     asked = [
         Asked(top_k=top_k, top_p=top_p, min_p=min_p, add=index * 31, multiply=3)
-        for index, (top_k, top_p, min_p) in enumerate(
-            product((0, 1, 4, 300), (0.3, 0.99, 1.0), (0.0, 0.001, 0.1))
-        )
+        for index, (top_k, top_p, min_p) in enumerate(product((0, 1, 4, 300), (0.3, 0.99, 1.0), (0.0, 0.001, 0.1)))
     ]
     drawn(kernel, logits, asked, dtype)
     tokens, _ = drawn(kernel, logits[:4], [GREEDY] * 4, dtype)
