@@ -17,6 +17,7 @@ from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.sampling_kernel import SamplingKernel
 
 
 def reference_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -40,13 +41,15 @@ def make_runner(
     head_major: bool = True,
     options: RunnerOptions | None = None,
     kv_cache_dtype: str = "auto",
+    sampling: SamplingKernel | None = None,
 ) -> tuple[ModelRunner, KVLayout]:
     """A runner over ``model``, which gets a selective head."""
     install()
     found = read_layout(model, block_size, kv_cache_dtype)
     selector, _ = substitute_head(model)
     pool = KVPool(found.layers, [num_blocks] * len(found.layout.groups), block_size, head_major=head_major)
-    runner = ModelRunner(model, selector, pool, found.layout, vocab_size, options or RunnerOptions(compile=False))
+    options = options or RunnerOptions(compile=False)
+    runner = ModelRunner(model, selector, pool, found.layout, vocab_size, options, sampling=sampling)
     return runner, found.layout
 
 

@@ -13,8 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulated_cuda import emulated
+from paged_driver import Driver, make_runner
 from sampling_cases import Asked, as_read, fault, random_rows
+from tiny_models import VOCAB, tiny_model
 
+from headrace.params import SamplingParams
 from headrace.runner import sampling_check
 from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.sampler import sample
@@ -184,6 +187,28 @@ def test_edits_and_logprobs_are_as_ever(kernel: SamplingKernel) -> None:
     for own, other in zip(mine.arrays(), usual.arrays(), strict=True):
         assert np.array_equal(np.array(own), np.array(other))
     assert np.array(mine.tokens).tolist()[:2] == [8, 9]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
+def test_a_runner_samples_the_same_tokens(kernel: SamplingKernel, dtype: mx.Dtype) -> None:
+    outputs = []
+    for own in (kernel, None):
+        model = tiny_model("llama")
+        model.set_dtype(dtype)
+        runner, layout = make_runner(model, vocab_size=VOCAB, head_major=False, sampling=own)
+        driver = Driver(runner, layout, 400)
+        for index, fields in enumerate(
+            (
+                {"temperature": 0.0},
+                {"top_p": 0.8},
+                {"top_k": 5, "presence_penalty": 1.0},
+                {"min_p": 0.01, "logprobs": 2},
+            )
+        ):
+            asked = {"max_tokens": 5, "temperature": 1.0, "seed": index, **fields}
+            driver.add([3 + index, 5, 7], SamplingParams(**asked))  # type: ignore[arg-type]
+        outputs.append(driver.run(16))
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 4
 
 
 def test_the_check_at_start_takes_right_kernels_that_are_quick(
