@@ -24,14 +24,16 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from headrace.runner.device_arrays import MARK_SHAPE, on_device
+from headrace.runner.input_batch import HostInts
 from headrace.runner.native_extension import ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
-# Tokens, int32 arrays that the host has made, marks that writes come after -> logits, the marks of its writes.
-Forward = Callable[[mx.array, Sequence[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+# Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
+Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
 _Key = tuple[tuple[int, ...], ...]
 _RECORD_AT = 3
 
@@ -57,6 +59,7 @@ class StepGraphs:
 
     def __init__(self, native: ModuleType, limit_bytes: int) -> None:
         self._native = native
+        self._reader = native.Reader()
         self._limit_bytes = limit_bytes
         self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()
         self.replayed = 0
@@ -74,6 +77,18 @@ class StepGraphs:
             return None
         return StepGraphs(native, limit_bytes)
 
+    def read(self, arrays: Sequence[mx.array]) -> list[np.ndarray]:
+        """What evaluated arrays hold, the arrays left in the device's memory (see ``device_arrays.py``)."""
+        if sum(array.nbytes for array in arrays) > self._reader.most_bytes:
+            return [np.array(array) for array in arrays]
+        data = self._reader.read(list(arrays))
+        found, start = [], 0
+        for array in arrays:
+            dtype = np.dtype(str(array.dtype).rpartition(".")[2])
+            found.append(np.frombuffer(data, dtype, array.size, start).reshape(array.shape))
+            start += array.nbytes
+        return found
+
     @property
     def nbytes(self) -> int:
         """What the recordings keep."""
@@ -84,20 +99,20 @@ class StepGraphs:
         self._buckets.clear()
 
     def run(
-        self, forward: Forward, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
+        self, forward: Forward, tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         """One step: ``forward(tokens, sent, marks)``, by replay where a recording is there.
 
         Args:
             forward: builds the step's operations.
             tokens: int32, of the host or the device.
-            sent: int32 arrays that the host has just made.
+            sent: what the host sends along.
             marks: what the step's writes come after.
 
         Logits may be a lazy float32 array where ``forward`` gives another type. They must be evaluated, with
         whatever else reads them, before the next step of the same bucket is.
         """
-        key = tokens.shape, *(array.shape for array in sent)
+        key = tokens.shape, *(ints.values.shape for ints in sent)
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         bucket.steps += 1
@@ -111,10 +126,11 @@ class StepGraphs:
         return self._compare(bucket, forward, tokens, sent, marks)
 
     def _replay(
-        self, bucket: _Bucket, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
+        self, bucket: _Bucket, tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         after = list({id(mark): mark for mark in marks}.values())
-        logits, mark = self._native.replay(bucket.graph, tokens, list(sent), after)
+        message = b"".join([ints.values.tobytes() for ints in sent])
+        logits, mark = self._native.replay(bucket.graph, tokens, message, after)
         # The recording's own buffer is written again by the next replay.
         copied = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits + 0.0
         return copied, [mark] * len(marks)
@@ -124,16 +140,18 @@ class StepGraphs:
         bucket: _Bucket,
         forward: Forward,
         tokens: mx.array,
-        sent: Sequence[mx.array],
+        sent: Sequence[HostInts],
         marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
-        # Parts of longer arrays, for the reason that device_arrays.py gives.
+        # Parts of longer arrays, and none that shared memory was recycled for: see device_arrays.py.
+        mx.clear_cache()
         fixed = on_device(mx.concatenate([tokens, mx.zeros(MARK_SHAPE, mx.int32)]))[: len(tokens)]
-        flat = [array.reshape(-1) for array in sent]
-        packed = on_device(mx.concatenate([*flat, mx.zeros(MARK_SHAPE, mx.int32)]))
-        ends = list(accumulate(array.size for array in sent))
+        flat = mx.array(np.concatenate([ints.values.reshape(-1) for ints in sent]))
+        packed = on_device(mx.concatenate([flat, mx.zeros(MARK_SHAPE, mx.int32)]))
+        ends = list(accumulate(ints.values.size for ints in sent))
         parts = [
-            packed[end - array.size : end].reshape(array.shape) for array, end in zip(sent, ends, strict=True)
+            packed[end - ints.values.size : end].reshape(ints.values.shape)
+            for ints, end in zip(sent, ends, strict=True)
         ]
         zero = mx.zeros(MARK_SHAPE, mx.int32)
         mx.eval(fixed, parts, zero, marks)
@@ -141,7 +159,8 @@ class StepGraphs:
         graph = self._native.StepGraph()
         graph.begin()
         try:
-            logits, after = forward(fixed, parts, marks)
+            inputs = [HostInts(ints.values, part) for ints, part in zip(sent, parts, strict=True)]
+            logits, after = forward(fixed, inputs, marks)
             mx.eval(self._native.mark(graph, [logits, *after]), logits, after)
         finally:
             graph.end()
@@ -163,7 +182,7 @@ class StepGraphs:
         bucket: _Bucket,
         forward: Forward,
         tokens: mx.array,
-        sent: Sequence[mx.array],
+        sent: Sequence[HostInts],
         marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
         logits, after = forward(tokens, sent, marks)
