@@ -3,8 +3,9 @@
     python benchmarks/cpu_decode.py --model FILE.gguf
     python benchmarks/cpu_decode.py --model FOLDER --rows 1 8 32 --contexts 70 400 2000 --kv-cache-dtype int8
 
-One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one ahead of
-it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with random vectors, which takes as long to read.
+One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one
+ahead of it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with
+random vectors, which takes as long to read.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ def main() -> int:
     print("| rows × context | " + " | ".join(f"{way}: median, best ms" for way in ways) + " |")
     print("|---|" + "---|" * len(ways))
     for cell in times[ways[0]]:
-        shown = [
-            f"{statistics.median(times[way][cell]) * 1e3:.1f}, {min(times[way][cell]) * 1e3:.1f}" for way in ways
-        ]
+        both = [(statistics.median(times[way][cell]) * 1e3, min(times[way][cell]) * 1e3) for way in ways]
+        shown = [f"{median:.1f}, {best:.1f}" for median, best in both]
         print(f"| {cell[0]} × {cell[1]} | " + " | ".join(shown) + " |")
     return 0
 

@@ -3,8 +3,10 @@
     python benchmarks/gpu_prefill.py --shapes llama-1b,llama-8b --lengths 512,2048,8192,16384 --budget 240 --json f
     python benchmarks/gpu_prefill.py --shapes tiny --lengths 64,200 --repeats 1 --each 40 --gather   # any machine
 
-Four kinds of cells, each timed until the first token is on the host, best of ``--repeats`` after a first one:
+Five kinds of cells, each timed until the first token is on the host, best of ``--repeats`` after a first one:
 
+    exact     not timed: by how much of their spread logits differ from mlx-lm's (16 bits: a few hundredths) for a
+              cold prompt, chunks that begin anywhere, and several prompts behind different prefixes in one pass
     prompt    one prompt, cold, in chunks of ``--chunk``. Peer: mlx-lm's ``generate_step`` with its own chunk
               (2048), and once more with ours where that is another one
     together  ``--together`` prompts of ``--each`` tokens in one pass, and one after another. Peer: BatchGenerator,
@@ -28,6 +30,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,7 @@ class Bench:
     def plan(self) -> Iterator[Callable[[], Cell]]:
         lengths = sorted(int(word) for word in self.args.lengths.split(","))
         short = [length for length in lengths if length <= 4096]
+        yield self.exact
         for length in short:
             yield lambda n=length: self.prompt(n)
         yield self.together
@@ -214,6 +218,31 @@ class Bench:
     def ours(self, tokens: int, rows: int = 1) -> HeadracePrefill:
         gather = on_gpu() or self.args.gather
         return HeadracePrefill(self.model, self.selector, self.vocab, tokens, rows, gather=gather)
+
+    def exact(self) -> Cell:
+        lengths = [max(16, length * self.args.each // 512) for length in (700, 333, 640, 650)]
+        cell = self.cell("exact", lengths[0], len(lengths), 0, lengths[0])
+        prompts = [tokens_of(length, self.vocab, length) for length in lengths]
+        wanted = [self.peer(mx.array([prompt]))[0, -1].astype(mx.float32) for prompt in prompts]
+        engine = self.ours(max(lengths), len(lengths))
+
+        def off(rows: list[ScheduledRow]) -> float:
+            found = engine.runner.prefill_logits(rows).astype(mx.float32)
+            pairs = [(found[place], wanted[row.seq_id]) for place, row in enumerate(rows)]
+            return round(max(float(mx.max(mx.abs(a - b)) / (mx.max(b) - mx.min(b))) for a, b in pairs), 5)
+
+        rows = [engine.row(index, prompt, 0, len(prompt)) for index, prompt in enumerate(prompts)]
+        cell["off_cold"] = max(off([row]) for row in rows)
+        cell["off_cold_together"] = off(rows)
+        first = prompts[0]
+        ends = [0, len(first) // 7, len(first) // 7 + 1, len(first) // 2, len(first)]
+        engine.run([[engine.row(0, first, start, end)] for start, end in pairwise(ends[:-1])])
+        cell["off_chunks"] = off([engine.row(0, first, ends[-2], ends[-1])])
+        starts = [length // 3 for length in lengths]
+        starts[-1] = starts[-2]
+        parts = [engine.row(i, p, start, len(p)) for i, (p, start) in enumerate(zip(prompts, starts, strict=True))]
+        cell["off_prefixes_together"] = off(parts)
+        return cell
 
     def prompt(self, length: int) -> Cell:
         cell = self.cell("prompt", length, 1, 0, length)
@@ -356,6 +385,8 @@ def markdown_table(cells: list[Cell]) -> str:
     columns = [(key, title) for key, title in COLUMNS if any(key in cell for cell in cells)]
     lines = [f"| shape, cell | {' | '.join(title for _, title in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for cell in cells:
+        if cell["kind"] == "exact":
+            continue
         rows = f"{cell['rows']} × " if cell["rows"] > 1 else ""
         shown = [_shown(cell, key) for key, _ in columns]
         lines.append(f"| {cell['shape']}, {cell['kind']} {rows}{cell['length']} | {' | '.join(shown)} |")

@@ -116,6 +116,8 @@ def host_us(bench: HeadraceStep, steps: int) -> dict[str, float]:
     ]
     if runner._decode_forward is not None:
         places.append((runner, "_decode_forward", "graph building, compiled call"))
+    if runner._graphs is not None:
+        places.append((runner._graphs, "run", "recorded step: inputs, launch"))
     with watches.on(places):
         bench.run = watches.around("rest", bench.run)
         bench.run(steps)

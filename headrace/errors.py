@@ -7,6 +7,7 @@ HeadraceError
 └── RequestError            a request that is refused; carries what every API dialect needs to render it
     ├── InvalidRequest      400
     │   └── ContextLengthExceeded
+    ├── RequestCancelled    400
     ├── AuthenticationFailed 401
     ├── ModelNotFound       404
     ├── QueueFull           429, with Retry-After
@@ -76,6 +77,12 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt (plus requested output) does not fit ``max_model_len`` or the KV pool."""
 
     code = "context_length_exceeded"
+
+
+class RequestCancelled(RequestError):
+    """Somebody cancelled the request by its id, and there is no part of an answer that could be given."""
+
+    code = "request_cancelled"
 
 
 class AuthenticationFailed(RequestError):

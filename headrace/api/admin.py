@@ -15,6 +15,7 @@ from headrace.api.request_scope import key_name
 from headrace.api.services import services
 from headrace.errors import NotReady
 from headrace.gateway.memory_report import block_counts, memory_report, prefix_cache_report
+from headrace.gateway.service import EngineState
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -50,24 +51,38 @@ def _probe(good: bool, content: dict[str, object]) -> Response:
 async def status(request: Request) -> Response:
     """What runs, on what, with how much memory."""
     house = services(request)
-    state = house.engine.state()
     return json_response(
         {
             "version": headrace.__version__,
-            "status": state.status,
-            "message": state.message,
-            "detail": state.detail,
             "models": house.config.served_model_names,
             "uptime_s": round(time.time() - house.started_at, 1),
             "parsers": {"tool_calls": house.parsers.tools, "reasoning": house.parsers.reasoning},
-            "requests_in_flight": house.pipeline.num_running,
-            "worker_restarts": state.restarts,
-            "worker_reloads": state.reloads,
-            "engine": None if state.ready is None else msgspec.structs.asdict(state.ready),
-            "stats": msgspec.to_builtins(state.stats),
-            "memory": memory_report(state),
+            "requests_in_flight": house.num_in_flight,
+            **_engine_report(house.engine.state()),
+            "side_engines": [
+                {
+                    "role": side.role,
+                    "model": side.name,
+                    "requests_in_flight": side.model.pipeline.num_running,
+                    **_engine_report(side.model.engine.state()),
+                }
+                for side in house.text_models.sides
+            ],
         }
     )
+
+
+def _engine_report(state: EngineState) -> dict[str, object]:
+    return {
+        "status": state.status,
+        "message": state.message,
+        "detail": state.detail,
+        "worker_restarts": state.restarts,
+        "worker_reloads": state.reloads,
+        "engine": None if state.ready is None else msgspec.structs.asdict(state.ready),
+        "stats": msgspec.to_builtins(state.stats),
+        "memory": memory_report(state),
+    }
 
 
 async def metrics(request: Request) -> Response:
@@ -77,8 +92,8 @@ async def metrics(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """End a running request of the same key; its client gets what there is, with ``finish_reason`` "abort"."""
-    request_id = str(request.path_params["request_id"])
-    if not services(request).pipeline.cancel(request_id, key_name(request)):
+    request_id, key = str(request.path_params["request_id"]), key_name(request)
+    if not any(pipeline.cancel(request_id, key) for _, pipeline in services(request).pipelines()):
         raise RouteNotFound(
             "there is no running request with this id", param="request_id", code="request_not_found"
         )

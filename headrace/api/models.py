@@ -31,7 +31,7 @@ async def get_model(request: Request) -> Response:
     """One of them; names may contain slashes."""
     house = services(request)
     name = str(request.path_params["model_id"])
-    if name not in house.text_models.side_engines or is_anthropic(request.scope):
+    if is_anthropic(request.scope) or all(side.name != name for side in house.text_models.sides):
         name = house.served_name(name)
     return json_response(_anthropic_card(house, name) if is_anthropic(request.scope) else _card(house, name))
 
@@ -60,7 +60,7 @@ def _max_length(house: Services) -> int | None:
 
 
 def _card(house: Services, name: str) -> dict[str, object]:
-    beside = house.text_models.side_engines.get(name)
+    beside = next((side.model.engine for side in house.text_models.sides if side.name == name), None)
     ready = None if beside is None else beside.state().ready
     length = _max_length(house) if beside is None else ready and ready.max_model_len
     main = name in house.config.served_model_names

@@ -49,7 +49,16 @@ class Services:
     def pipelines(self) -> list[tuple[str, Pipeline]]:
         """Every pipeline that requests may be in, with its model's name."""
         name, models = self.config.served_model_names[0], self.text_models
-        return [(name, self.pipeline), (name, models.main.pipeline), *models.side_pipelines]
+        return [
+            (name, self.pipeline),
+            (name, models.main.pipeline),
+            *((side.name, side.model.pipeline) for side in models.sides),
+        ]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that any engine has."""
+        return sum(pipeline.num_running for _, pipeline in self.pipelines())
 
     def served_name(self, name: str | None) -> str:
         """The name an answer carries: the one that was asked for, or the first when none was."""

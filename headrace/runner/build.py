@@ -37,7 +37,7 @@ from headrace.runner.attention.kernel_check import KernelChoice, choose_model_ke
 from headrace.runner.attention.native_check import NativeChoice, choose_native
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
-from headrace.runner.cpu_operations import load_operations
+from headrace.runner.cpu_operations import CpuOperations, load_operations
 from headrace.runner.device import Device, read_device
 from headrace.runner.device_arrays import settle_small_parameters
 from headrace.runner.forward_split import ForwardLimit
@@ -55,6 +55,7 @@ from headrace.runner.step_graphs import StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
+from headrace.runner.substitutions.native_norm import substitute_norms
 from headrace.runner.substitutions.rotary import substitute_rotary
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 from headrace.runner.warm_up import warm_up
@@ -185,15 +186,18 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     model: nn.Module = loaded.model
     block_size = config.block_size or device.block_size
     head_major = device.kind == "cpu"
+    operations = load_operations() if head_major else None
     if head_major and loaded.dtype == "float32":
-        substitute_gated_mlps(model)
-        substitute_rotary(model)
+        substitute_gated_mlps(model, operations)
+        substitute_rotary(model, operations)
+        if operations is not None:
+            substitute_norms(model, operations)
     if not head_major:
         fuse_projections(model)
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
     softcap = substitute_softcapped_attention(model)
-    choice = _kernel_choice(files, found, softcap, head_major)
+    choice = _kernel_choice(files, found, softcap, head_major, operations)
     install(choice.kernel)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
@@ -206,7 +210,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     progress("checking", 0.0)
     wanted = RunnerOptions(
         compile=config.compile if config.compile is not None else not head_major,
-        max_prefill_rows=8 if head_major else 1,
+        max_prefill_rows=8,
         decode_kernel=choice.kernel is not None,
     )
     if wanted.compile and head_major and not wanted.decode_kernel:
@@ -236,12 +240,12 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
 
 
 def _kernel_choice(
-    files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool
+    files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool, operations: CpuOperations | None
 ) -> KernelChoice | NativeChoice:
     """The device's own attention, if there is one that is right and faster on this model's layers."""
     heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
     if head_major:
-        return choose_native(load_operations(), found, heads, softcap)
+        return choose_native(operations, found, heads, softcap)
     return choose_model_kernel(found, heads, softcap)
 
 

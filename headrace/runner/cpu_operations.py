@@ -1,7 +1,7 @@
 """The native operations of the CPU (``native/cpu_operations.cpp``), where they can be built.
 
-They share the threads of the products (``native/sgemm.cpp``) and are optional: without a compiler, Python's headers
-or nanobind everything has a way through MLX's own operations.
+They share the threads of the products (``native/sgemm.cpp``) and are optional: without a compiler, Python's
+headers or nanobind everything has a way through MLX's own operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from headrace.runner import native_extension
 
 log = logging.getLogger("headrace.runner")
 
-_SOURCES = ("cpu_operations.cpp", "cpu_attention.cpp", "cpu_attention.h", "cpu_vectors.h")
+_SOURCES = (
+    "cpu_operations.cpp",
+    "cpu_attention.cpp",
+    "cpu_elementwise.cpp",
+    "cpu_attention.h",
+    "cpu_elementwise.h",
+    "cpu_vectors.h",
+)
 
 
 class CpuOperations(Protocol):
@@ -49,6 +56,15 @@ class CpuOperations(Protocol):
         self, pools: Sequence[mx.array], rows: Sequence[mx.array], slots: mx.array, mark: mx.array
     ) -> mx.array:
         """Write ``rows[i] [B, heads, L, width]`` into ``pools[i] [heads, slots, width]``; the mark of it."""
+
+    def norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        """RMS norm of float32 ``x [..., D]``."""
+
+    def rotate(self, x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+        """``[x1 * c - x2 * s | x1 * s + x2 * c]`` of float32 ``x [B, H, L, D]``; tables ``[B, 1, L, D / 2]``."""
+
+    def gate(self, gate: mx.array, up: mx.array, gelu: bool) -> mx.array:
+        """``silu(gate) * up``, or with tanh-GELU; float32 of one shape."""
 
     def threads(self) -> int:
         """How many take part."""

@@ -9,8 +9,9 @@ same form at every start. Whatever is missing or wrong, the answer is no, with t
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,10 +33,11 @@ Doubles = npt.NDArray[Any]
 
 SOURCES = ("cpu_products.cpp", "cpu_products.h", "cpu_lanes.h")
 _MODULE = "headrace_cpu_products"
-_MEASURED_ROWS = (1, 16, 256)
+_ROWS = (1, 16, 256)
 _OUTPUTS, _INPUTS = 2048, 1024
-# Narrow weights also save memory: they may be this much slower in the sum.
-_MAY_BE_SLOWER = 1.05
+_ROUNDS = 8
+# Of float32's, that narrow weights must have at every number of rows.
+_LEAST_RATE = 0.75
 # Of a product with rounded x, and of float32 sums, as a share of the largest result.
 _TOLERANCE = 2e-4
 
@@ -67,13 +69,12 @@ class NarrowChoice:
         return tuple(found)
 
 
-class _Measured(msgspec.Struct, frozen=True):
-    """Seconds of the measured products in all."""
+class Measured(msgspec.Struct, frozen=True):
+    """Rates of products over narrow weights, as multiples of the float32 ones', for each number of rows."""
 
     key: str
-    float32: float
-    packed: float
-    plain: float
+    packed: tuple[float, ...]
+    plain: tuple[float, ...]
 
 
 def nothing(note: str) -> NarrowChoice:
@@ -90,13 +91,18 @@ def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     if fault:
         return nothing(f"weights are widened: native/cpu_products.cpp computes wrongly here ({fault})")
     measured = _measure(products)
-    packed = measured.packed <= _MAY_BE_SLOWER * measured.float32
-    plain = measured.plain <= _MAY_BE_SLOWER * measured.float32
-    ratios = (
-        f"{measured.float32 / measured.packed:.1f} (4 bits), {measured.float32 / measured.plain:.1f} (16 bits)"
+    packed, plain = pays(measured.packed), pays(measured.plain)
+    rates = "; ".join(
+        f"{bits} bits {', '.join(f'{rate:.1f}' for rate in found)}{'' if kept else ' (widened)'}"
+        for bits, found, kept in ((4, measured.packed, packed), (16, measured.plain, plain))
     )
-    note = f"products over narrow weights: {ratios} times the rate of float32 ones over 1, 16 and 256 rows"
+    note = f"products over narrow weights, times the rate of float32 ones at 1, 16 and 256 rows: {rates}"
     return NarrowChoice(products if packed or plain else None, packed, plain, note)
+
+
+def pays(rates: Sequence[float]) -> bool:
+    """Whether products at these multiples of float32's rates are the better choice: they save memory as well."""
+    return math.prod(rates) >= 1 and min(rates) >= _LEAST_RATE
 
 
 def _load() -> ModuleType:
@@ -155,7 +161,7 @@ def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
 # -- faster? -------------------------------------------------------------------------------------------
 
 
-def _measure(products: NarrowProducts) -> _Measured:
+def _measure(products: NarrowProducts) -> Measured:
     key = _key(products)
     cache = _cache_file()
     if cache is not None:
@@ -167,17 +173,19 @@ def _measure(products: NarrowProducts) -> _Measured:
     packed = narrow_packed(words, scales.astype(mx.float16), biases.astype(mx.float16), 4)
     plain = narrow_plain(values.astype(mx.bfloat16))
     mx.eval(values, packed.strips, plain.strips)
-    sums = [0.0, 0.0, 0.0]
-    for rows in _MEASURED_ROWS:
+    rates: list[tuple[float, float]] = []
+    for rows in _ROWS:
         x = mx.random.normal((rows, _INPUTS), key=mx.random.key(2))
         runs = (
             lambda x=x: x @ values.T,
             lambda x=x: products.product(x, packed),
             lambda x=x: products.product(x, plain),
         )
-        for index, run in enumerate(runs):
-            sums[index] += best_seconds(run, rounds=5, repeat=3)
-    measured = _Measured(key, *sums)
+        best = [float("inf")] * len(runs)
+        for _ in range(_ROUNDS):  # in turns: other processes may take the cores for a while
+            best = [min(so_far, best_seconds(run, 1, 3)) for so_far, run in zip(best, runs, strict=True)]
+        rates.append((best[0] / best[1], best[0] / best[2]))
+    measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates))
     if cache is not None:
         with appearing(cache) as temporary:
             temporary.write_bytes(msgspec.json.encode(measured))
@@ -198,8 +206,8 @@ def _cache_file() -> Path | None:
         return None
 
 
-def _read(cache: Path) -> _Measured | None:
+def _read(cache: Path) -> Measured | None:
     try:
-        return msgspec.json.decode(cache.read_bytes(), type=_Measured)
+        return msgspec.json.decode(cache.read_bytes(), type=Measured)
     except (OSError, msgspec.MsgspecError):
         return None

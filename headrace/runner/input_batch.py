@@ -40,6 +40,17 @@ def coarse_bucket(count: int) -> int:
     return width
 
 
+def prefill_length(longest: int) -> int:
+    """Length of a prefill forward on a GPU whose longest row has so many tokens: 1, or a multiple of 8 … 128.
+
+    Libraries compute in tiles of that size anyway, and plan anew for every length they have not seen.
+    """
+    if longest == 1:
+        return 1
+    step = 8 if longest <= 32 else 32 if longest <= 512 else 64 if longest <= 1024 else 128
+    return -(-longest // step) * step
+
+
 @dataclass(frozen=True, slots=True)
 class BundleLimits:
     """Positions of a row, and of all rows of a bundle with their padding, at most."""

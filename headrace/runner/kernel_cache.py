@@ -10,7 +10,8 @@ Nothing else changes: MLX launches it as before, and what is missing there it co
                     depends on and the digest of the code
 
 A file whose digests are not the expected ones is compiled again, so a truncated one, or one of another compiler,
-does no harm.
+does no harm. MLX keeps modules of its own in the same folder and does not write them whole or not at all; what a
+killed process left of one is removed before MLX looks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import functools
 import hashlib
 import logging
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +42,7 @@ log = logging.getLogger("headrace.runner")
 FOLDER_VARIABLE = "MLX_PTX_CACHE_DIR"
 # MLX splits longer names over folders; ours are far shorter.
 _LONGEST_NAME = 240
+_ELF_HEADER_BYTES = 64
 # Of libstdc++'s std::hash for strings.
 _HASH_SEED = 0xC70F6907
 
@@ -203,6 +206,7 @@ def _open() -> KernelCache:
         digest = hashlib.sha256(environment.encode()).hexdigest()[:8]
         folder = cache_folder(f"kernels/mlx-{version('mlx')}-sm{major}{minor}-{digest}")
         os.environ[FOLDER_VARIABLE] = str(folder)
+    remove_incomplete(folder)
     compile = functools.partial(compile_form, compiler, options)
     return KernelCache(folder, environment, compile, hashed=mlx_hash(), workers=usable_cores())
 
@@ -235,6 +239,31 @@ def environment_of(nvrtc: tuple[int, int], options: list[str], folders: list[Pat
         file = next((folder / name for folder in folders if (folder / name).exists()), None)
         parts.append(f"{name} {file and hashlib.sha256(file.read_bytes()).hexdigest()}")
     return "\n".join(parts)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove MLX's own modules that are cut short: MLX would fail on them at every start."""
+    for code in folder.rglob("*.ptx"):
+        names = code.with_suffix(".txt")
+        if code.name.startswith("custom_kernel_"):
+            continue
+        try:
+            whole = _is_whole(code.read_bytes()) and names.read_text().endswith("\n")
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            code.unlink(missing_ok=True)
+            names.unlink(missing_ok=True)
+
+
+def _is_whole(code: bytes) -> bool:
+    """Whether an ELF file is as long as its tables say, which NVRTC puts last; other files need be there only."""
+    if code[:4] != b"\x7fELF" or len(code) < _ELF_HEADER_BYTES:
+        return len(code) >= _ELF_HEADER_BYTES and code[0] != 0
+    segments, sections = struct.unpack_from("<QQ", code, 0x20)
+    segment_bytes, segment_count, section_bytes, section_count = struct.unpack_from("<4H", code, 0x36)
+    ends = segments + segment_bytes * segment_count, sections + section_bytes * section_count
+    return len(code) >= int(max(ends))
 
 
 def mlx_hash() -> Callable[[bytes], int]:

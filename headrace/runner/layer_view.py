@@ -95,14 +95,18 @@ class KVHandle:
 
 
 class LayerView:
-    """One layer's cache in one forward, over the pool. Cheap: made anew for each forward."""
+    """One layer's cache in one forward, over the pool. Cheap: made anew for each forward.
 
-    __slots__ = ("batch", "layer", "pool")
+    ``new``: this forward's keys and values ``[B, kv_heads, L, dim]``, once they have been written.
+    """
+
+    __slots__ = ("batch", "layer", "new", "pool")
 
     def __init__(self, pool: KVPool, layer: int, batch: ForwardBatch) -> None:
         self.pool = pool
         self.layer = layer
         self.batch = batch
+        self.new: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -115,6 +119,7 @@ class LayerView:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write this forward's keys and values ``[B, kv_heads, L, dim]``; hand out the context."""
         self.pool.write(self.layer, self.group.slots, keys, values)
+        self.new = keys, values
         handle = KVHandle(self)
         return handle, handle
 

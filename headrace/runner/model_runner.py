@@ -35,7 +35,14 @@ from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.attention.slices import bundle_limits
 from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks, StepMasks
-from headrace.runner.input_batch import HostInts, InputBatchBuilder, bucket, coarse_bucket, token_array
+from headrace.runner.input_batch import (
+    HostInts,
+    InputBatchBuilder,
+    bucket,
+    coarse_bucket,
+    prefill_length,
+    token_array,
+)
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.logits_head import HeadSelector
@@ -338,6 +345,8 @@ class ModelRunner:
         if len(rows) == 1 and rows[0].prompt_targets:
             return self._prefill_with_logprobs(rows[0], prompt_logprobs)
         length = max(row.num_tokens for row in rows)
+        if not self._pool.head_major and not self._options.materialize:
+            length = prefill_length(length)
         batch = self._inputs.build(rows, length)
         wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
         self._selector.last_of(batch.lengths, length, keep=bool(wanted))
@@ -348,6 +357,9 @@ class ModelRunner:
             self._hidden.update((seq_id, (given[-1], index)) for index, seq_id in wanted)
         if logits.shape[1] > 1:  # a model without a selective head
             logits = given[0] = self._selector.select(logits)
+        if not any(row.samples for row in rows):
+            # Only KV is wanted: what the last layer makes of it is never computed.
+            given[0] = mx.depends(mx.zeros(1), self._pool.changes)
         self._forwards.append(given)
         return logits[:, 0]
 

@@ -54,9 +54,10 @@ def load(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), includ
         identity = _identity(name, files, flags)
         target = folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
         if not target.exists():
-            with locked(folder), appearing(target) as built:
-                if not target.exists():
-                    _compile(built, [file for file in files if file.suffix == ".cpp"], flags)
+            with locked(folder):
+                if not target.exists():  # another process may have built it meanwhile
+                    with appearing(target) as built:
+                        _compile(built, [file for file in files if file.suffix == ".cpp"], flags)
         return _import(name, target)
     except subprocess.CalledProcessError as error:
         raise ExtensionError(f"the compiler failed: {_first_error(error.stderr)}") from error

@@ -20,6 +20,18 @@ def best_seconds(run: Callable[[], mx.array], rounds: int = 5, repeat: int = 20)
     return best
 
 
+def no_slower(new: Callable[[], mx.array], old: Callable[[], mx.array], rounds: int = 7, repeat: int = 5) -> bool:
+    """Whether ``new`` takes no longer than ``old``, in turns, by the best of ``rounds``; a tenth is noise."""
+    best = [float("inf"), float("inf")]
+    mx.eval(new(), old())
+    for _ in range(rounds):
+        for place, run in enumerate((new, old)):
+            start = time.perf_counter()
+            mx.eval([run() for _ in range(repeat)])
+            best[place] = min(best[place], time.perf_counter() - start)
+    return best[0] <= 1.1 * best[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Seconds that the host takes to start an operation, and that the device then takes for it."""

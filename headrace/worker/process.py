@@ -37,6 +37,7 @@ from headrace.worker.protocol import (
     Ready,
     Shutdown,
     StartFailed,
+    StepOutputs,
     StepPoisoned,
     WorkerStart,
 )
@@ -85,7 +86,12 @@ def run_worker(load: Load) -> int:
         watch = None if loaded.pool_memory is None else MemoryWatch(loaded.pool_memory, loaded.scheduler)
         read_memory = partial(memory_use, loaded, watch)
         engine = Engine(
-            loaded.scheduler, loaded.runner, record, read_memory, grammars=loaded.grammars, announce=mailbox.send
+            loaded.scheduler,
+            loaded.runner,
+            record,
+            read_memory,
+            grammars=loaded.grammars,
+            announce=partial(tell, mailbox, heartbeat),
         )
         settle_collector()
         mailbox.send(loaded.ready)
@@ -116,12 +122,18 @@ def memory_use(loaded: LoadedEngine, watch: MemoryWatch | None) -> MemoryUse:
     return use if watch is None else use._replace(available=watch.available_bytes, pressure=watch.level)
 
 
-def relieve(engine: Engine, mailbox: Mailbox, watch: MemoryWatch) -> None:
+def tell(mailbox: Mailbox, heartbeat: HeartbeatThread, outputs: StepOutputs) -> None:
+    """Send outputs. Heartbeats repeat their stats from now on: older ones would take the gauges back."""
+    heartbeat.stats = outputs.stats
+    mailbox.send(outputs)
+
+
+def relieve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread, watch: MemoryWatch) -> None:
     """See to the machine's memory; a resize waits for the step that is outstanding."""
     sizes = watch.check()
     if sizes is not None:
         if (outputs := engine.settle()) is not None:
-            mailbox.send(outputs)
+            tell(mailbox, heartbeat, outputs)
         watch.resize(sizes)
 
 
@@ -141,13 +153,14 @@ def serve(engine: Engine, mailbox: Mailbox, heartbeat: HeartbeatThread, watch: M
             for answer in engine.compiled():
                 mailbox.send(answer)
             if watch is not None:
-                relieve(engine, mailbox, watch)
+                relieve(engine, mailbox, heartbeat, watch)
             outputs = engine.step()
         except Exception as error:
             log.exception("step poisoned")
             mailbox.send(StepPoisoned(f"a step failed: {type(error).__name__}: {error}".splitlines()[0]))
             return EXIT_POISONED_STEP
         idled = outputs is None
-        if outputs is not None:
-            mailbox.send(outputs)
-        heartbeat.stats = engine.stats() if outputs is None else outputs.stats
+        if outputs is None:
+            heartbeat.stats = engine.stats()
+        else:
+            tell(mailbox, heartbeat, outputs)

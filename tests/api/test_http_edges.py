@@ -223,6 +223,7 @@ def test_tokenize_and_detokenize(api: Api) -> None:
 def test_status_metrics_and_cache(api: Api) -> None:
     status = api.send("GET", "/v1/status").json()
     assert (status["status"], status["requests_in_flight"], status["engine"]["max_model_len"]) == ("ready", 0, 512)
+    assert status["side_engines"] == []
     metrics = api.send("GET", "/metrics")
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert metrics.content == b"# HELP x y\n"

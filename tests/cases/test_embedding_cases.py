@@ -12,13 +12,15 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from support.server import Server, ServerRoom
+from support.client import RawConnection
+from support.server import Server, ServerRoom, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -43,6 +45,10 @@ def text_of(rng: random.Random, words: int) -> str:
 
 def embed(server: Server, given: Any, **fields: Any) -> httpx.Response:
     return server.client.post("/v1/embeddings", {"model": "m", "input": given, **fields})
+
+
+def rerank(server: Server, documents: list[str]) -> httpx.Response:
+    return server.client.post("/v1/rerank", {"query": "river", "documents": documents})
 
 
 def vectors(server: Server, given: Any, **fields: Any) -> list[Any]:
@@ -152,11 +158,85 @@ def test_rerank_by_the_main_models_embeddings(server: Server) -> None:
     assert result["index"] == 1 and result["relevance_score"] == pytest.approx(1.0, abs=1e-3)
 
 
+# -- requests that are given up ----------------------------------------------------------------------------
+
+LONG_INPUTS, LONG_WORDS = 60, 300
+LONG_TOKENS = LONG_INPUTS * LONG_WORDS  # at least: a word is a token or more
+
+
+def long_request(route: str, seed: int) -> dict[str, Any]:
+    """A body that takes the engine many steps, none of which the prefix cache spares."""
+    rng = random.Random(seed)
+    texts = [f"{number} {text_of(rng, LONG_WORDS)}" for number in range(LONG_INPUTS)]
+    return {"query": "river", "documents": texts} if route == "/v1/rerank" else {"model": "m", "input": texts}
+
+
+def engine_of(server: Server, route: str) -> dict[str, Any]:
+    """What ``/v1/status`` says of the engine that computes for this route."""
+    status = server.status()
+    return status["side_engines"][0] if route == "/v1/rerank" else status
+
+
+def wait_idle(server: Server, route: str) -> dict[str, Any]:
+    """The engine's figures once it has nothing to do and holds nothing."""
+
+    def is_idle() -> bool:
+        found = engine_of(server, route)
+        stats = found["stats"]
+        return found["requests_in_flight"] == stats["running"] == stats["waiting"] == stats["blocks_held"] == 0
+
+    wait_until(is_idle, 60, "the engine to be idle")
+    return engine_of(server, route)["stats"]
+
+
+@pytest.mark.parametrize(("route", "reset"), [("/v1/embeddings", False), ("/v1/rerank", True)])
+def test_the_work_of_a_client_that_left_is_dropped(server: Server, route: str, reset: bool) -> None:
+    before = wait_idle(server, route)
+    connection = RawConnection(server.port)
+    connection.request("POST", route, long_request(route, seed=20))
+    wait_until(lambda: engine_of(server, route)["stats"]["running"], 60, "the work to begin")
+    if reset:
+        connection.reset()
+    else:
+        connection.socket.close()
+    after = wait_idle(server, route)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] < LONG_TOKENS / 2
+    assert len(vectors(server, "a window")) == 1 and rerank(server, ["stone", "river"]).status_code == 200
+    now = wait_idle(server, route)  # one of both was this engine's; nothing else was left to it
+    assert now["prompt_tokens_total"] - after["prompt_tokens_total"] < LONG_WORDS
+
+
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/v1/rerank"])
+def test_a_request_can_be_cancelled_by_its_id(server: Server, route: str) -> None:
+    before = wait_idle(server, route)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.client.post, route, long_request(route, seed=30))
+        (request,) = listed_requests(server)
+        assert request["route"] == route
+        assert server.client.post(f"/v1/requests/{request['id']}/cancel").status_code == 200
+        refused = answer.result(timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "request_cancelled"
+    after = wait_idle(server, route)
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] < LONG_TOKENS / 2
+
+
+def listed_requests(server: Server) -> list[dict[str, Any]]:
+    """Of the dashboard's feed, once there are any."""
+    with server.client.http.stream("GET", "/v1/status/events") as response:
+        lines = response.iter_lines()
+        for line in lines:
+            if line == "event: requests":
+                found = json.loads(next(lines).removeprefix("data: "))["requests"]
+                if found:
+                    return found
+    raise AssertionError("the feed ended")
+
+
 def test_a_dead_worker_loses_no_input(server: Server, rerank_worker: Callable[[], int]) -> None:
     os.kill(rerank_worker(), signal.SIGKILL)
-    body = {"query": "river", "documents": ["stone", "river"]}
-    answer = server.client.post("/v1/rerank", body)
+    answer = rerank(server, ["stone", "river"])
     assert answer.status_code == 200 and len(answer.json()["results"]) == 2
+    assert engine_of(server, "/v1/rerank")["worker_restarts"] == 1
 
 
 @pytest.fixture

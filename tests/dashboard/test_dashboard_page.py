@@ -189,7 +189,7 @@ def test_hostile_text_is_inert(server: Server, open_page: Any) -> None:
     body["memory"]["kv_blocks"] = [body["memory"]["kv_blocks"][0] | {"group": HOSTILE}] * 2
     entry = {
         "id": HOSTILE, "phase": HOSTILE, "route": HOSTILE, "model": HOSTILE, "prompt_tokens": 1, "age_s": 1,
-        "cached_tokens": 1, "output_tokens": 1, "max_output_tokens": 1, "sequences": 2, "can_cancel": True,
+        "cached_tokens": 1, "output_tokens": 1, "max_output_tokens": 1, "sequences": 2,
     }  # fmt: skip
     requests = {"total": 1, "own_only": False, "requests": [entry]}
     events = f"event: status\ndata: {json.dumps(body)}\n\nevent: requests\ndata: {json.dumps(requests)}\n\n"

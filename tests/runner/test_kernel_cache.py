@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from headrace.runner.kernel_cache import (
     device_cache,
     environment_of,
     mlx_hash,
+    remove_incomplete,
 )
 from headrace.runner.kernel_language import CUDA_NAMES, compile_ahead, cuda_kernel
 from headrace.runner.kernel_text import KernelForm, KernelSource
@@ -178,6 +180,41 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     cache = cache_in(tmp_path / "missing", Compiler())
     cache.ensure(FORM)
     assert cache.faults == 1
+
+
+def elf(length: int) -> bytes:
+    """A file of 64-bit ELF whose last table ends at ``length``."""
+    header = bytearray(64)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<QQ", header, 0x20, length - 56, 64)
+    struct.pack_into("<4H", header, 0x36, 56, 1, 64, 1)
+    return bytes(header).ljust(length, b"x")
+
+
+@pytest.mark.parametrize(
+    ("code", "names", "stays"),
+    [
+        (elf(400), "kernel\tsymbol\n", True),
+        (b"// PTX" + b" " * 90, "kernel\tsymbol\n", True),
+        (elf(400)[:399], "kernel\tsymbol\n", False),
+        (elf(400)[:20], "kernel\tsymbol\n", False),
+        (b"", "kernel\tsymbol\n", False),
+        (bytes(400), "kernel\tsymbol\n", False),
+        (elf(400), "kernel\tsym", False),
+        (elf(400), "", False),
+        (elf(400), None, False),
+    ],
+)
+def test_what_a_killed_process_left_of_mlx_s_modules_is_removed(
+    tmp_path: Path, code: bytes, names: str | None, stays: bool
+) -> None:
+    (tmp_path / "gather_1.ptx").write_bytes(code)
+    if names is not None:
+        (tmp_path / "gather_1.txt").write_text(names)
+    cache_in(tmp_path, Compiler()).ensure(FORM)
+    ours = {path.name for path in files(tmp_path)} - {"gather_1.ptx", "gather_1.txt"}
+    remove_incomplete(tmp_path)
+    assert {path.name for path in files(tmp_path)} == ours | ({"gather_1.ptx", "gather_1.txt"} if stays else set())
 
 
 def test_without_cuda_there_is_no_cache() -> None:
@@ -371,7 +408,9 @@ def test_all_kernels_compile_for_a_gpu(
     assert len(forms) > 40 and (cache.compiled, cache.faults) == (len(forms), 0)
     for code in (tmp_path / "modules").glob("*.ptx"):
         symbol = code.with_suffix(".txt").read_text().splitlines()[0].split("\t")[1]
-        assert code.read_bytes().startswith(b"\x7fELF") and symbol.encode() in code.read_bytes()
+        assert code.read_bytes().startswith(b"\x7fELF") and kernel_cache._is_whole(code.read_bytes())
+        assert not kernel_cache._is_whole(code.read_bytes()[:-1])
+        assert symbol.encode() in code.read_bytes()
 
 
 def test_a_compiler_error_is_one_line(compiler: tuple[Nvrtc, list[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.core.step import SampledToken, SchedulerOutput, StepResult
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest, FinishReason
 from headrace.worker.engine import Engine, PoisonedStep
-from headrace.worker.process import serve
+from headrace.worker.process import serve, tell
 from headrace.worker.protocol import (
     EXIT_POISONED_STEP,
     AbortRequest,
@@ -220,6 +221,22 @@ def test_the_loop_waits_only_without_work(record: Path) -> None:
     assert set(mailbox.waits[1:-1]) == {0}
     assert mailbox.sent[0] == Accepted("a")
     assert beat.stats.steps_total > 0 and beat.stats.running == 0
+
+
+def test_heartbeats_of_a_long_launch_are_not_older_than_what_was_said_before_it(record: Path) -> None:
+    beats: list[tuple[int, int]] = []
+
+    class Slow(Runner):
+        def launch(self, output: SchedulerOutput) -> Any:
+            if output.prefill:
+                beats.append((beat.stats.running, beat.stats.prompt_tokens_total))
+            return super().launch(output)
+
+    request = EngineRequest(id="a", prompt_token_ids=[1] * 70, params=SamplingParams(max_tokens=3))
+    mailbox, beat = ScriptedMailbox([AddRequest(request)]), Beat()
+    engine = engine_of(Slow(record), partial(tell, mailbox, beat))  # type: ignore[arg-type]
+    assert serve(engine, mailbox, beat) == 0  # type: ignore[arg-type]
+    assert beats == [(1, 70)] * 3 and beat.stats.running == 0
 
 
 def test_a_poisoned_step_releases_nothing_and_exits_with_its_code(record: Path) -> None:

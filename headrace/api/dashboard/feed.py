@@ -64,7 +64,7 @@ async def _events(house: Services, key: str) -> AsyncGenerator[bytes, None]:
         yield _status(house, point) + _event("requests", requests_body(house, key))
         state = house.engine.state()
         is_reloaded = state.reloads != reloads and state.status == "ready"
-        if is_reloaded or (state.status == "draining" and not num_in_flight(house)):
+        if is_reloaded or (state.status == "draining" and not house.num_in_flight):
             return
         point = await house.live.next()
 
@@ -98,19 +98,18 @@ def status_body(house: Services, point: Point) -> dict[str, object]:
         "memory": memory_report(state),
         "kv": {"block_size": None if ready is None else ready.block_size, **block_counts(stats)},
         "prefix_cache": prefix_cache_report(stats, enabled=house.config.engine.enable_prefix_cache),
-        "in_flight": num_in_flight(house),
+        "in_flight": house.num_in_flight,
     }
 
 
 def models_body(house: Services) -> list[dict[str, object]]:
     """The main model and those beside it; only the main one can be reloaded."""
-    config = house.config
-    found = [_model("generation", config.served_model_names, house.engine.state(), can_reload=True)]
-    for role, side in (("embedding", config.embedding), ("reranker", config.reranker)):
-        if side is not None:
-            engine = house.text_models.side_engines[side.name]
-            found.append(_model(role, (side.name,), engine.state(), can_reload=False))
-    return found
+    main = _model("generation", house.config.served_model_names, house.engine.state(), can_reload=True)
+    sides = house.text_models.sides
+    return [
+        main,
+        *(_model(side.role, (side.name,), side.model.engine.state(), can_reload=False) for side in sides),
+    ]
 
 
 def _model(role: str, names: tuple[str, ...], state: EngineState, *, can_reload: bool) -> dict[str, object]:
@@ -129,28 +128,23 @@ def _model(role: str, names: tuple[str, ...], state: EngineState, *, can_reload:
     }
 
 
-def num_in_flight(house: Services) -> int:
-    return sum(pipeline.num_running for _, pipeline in house.pipelines())
-
-
 def requests_body(house: Services, key: str) -> dict[str, object]:
     """Requests of ``key``, oldest first, ``MAX_LISTED`` at most; ``total`` counts them all.
 
     ``own_only``: there are keys, so others may have requests that are not listed.
     """
-    main = house.pipeline
-    found: list[tuple[OpenRequest, str, bool]] = []
+    found: list[tuple[OpenRequest, str]] = []
     for model, pipeline in house.pipelines():
-        found += [(shown, model, pipeline is main) for shown in pipeline.open_requests(key)]
+        found += [(shown, model) for shown in pipeline.open_requests(key)]
     found.sort(key=lambda entry: -entry[0].age_s)
     listed = [_listed(*entry) for entry in found[:MAX_LISTED]]
     return {"total": len(found), "own_only": bool(house.config.api_keys), "requests": listed}
 
 
-def _listed(shown: OpenRequest, model: str, can_cancel: bool) -> dict[str, object]:
+def _listed(shown: OpenRequest, model: str) -> dict[str, object]:
     route = next((route for prefix, route in ROUTE_BY_PREFIX.items() if shown.id.startswith(prefix)), "")
     fields = msgspec.structs.asdict(shown)
-    return {**fields, "age_s": round(shown.age_s, 1), "model": model, "route": route, "can_cancel": can_cancel}
+    return {**fields, "age_s": round(shown.age_s, 1), "model": model, "route": route}
 
 
 def _event(name: str, body: object) -> bytes:

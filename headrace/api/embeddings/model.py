@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from headrace.api.arrival import Arrival
 from headrace.api.limits import ModelLimits, model_limits
 from headrace.checkpoint.pooling import PoolingFacts
-from headrace.errors import ContextLengthExceeded, InvalidRequest, NotReady, QueueFull
-from headrace.gateway.events import Embedded, Event, Usage
+from headrace.errors import ContextLengthExceeded, InvalidRequest, NotReady, QueueFull, RequestCancelled
+from headrace.gateway.events import Embedded, Event, SequenceFinished, Usage
 from headrace.gateway.pipeline import GenerationRequest, Pipeline, Prompt
 from headrace.gateway.sequence_text import TextOptions
 from headrace.gateway.service import EngineClient
 from headrace.params import SamplingParams
+from headrace.request import FinishReason
 from headrace.text.model_text import ModelText
 
 MAX_WINDOW = 16
@@ -97,7 +98,7 @@ async def hidden_states(model: TextModel, inputs: Sequence[list[int]], asked: As
             elif isinstance(event, Usage):
                 used += event.prompt_tokens
     missing = sum(not hidden for hidden in found)
-    if missing:  # cancelled, or the server ends
+    if missing:  # the server ends
         raise NotReady(f"{missing} of {len(inputs)} inputs were not computed; try again")
     return found, used
 
@@ -105,7 +106,11 @@ async def hidden_states(model: TextModel, inputs: Sequence[list[int]], asked: As
 async def windows(
     model: TextModel, prompts: Sequence[Prompt], asked: Asked, text: TextOptions | None = None
 ) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """(index of the window's first prompt, events of the window) for one window after the other."""
+    """(index of the window's first prompt, events of the window) for one window after the other.
+
+    Closed or cancelled, it drops what the engine has of it. Raises RequestCancelled when a window was cancelled by
+    its id: the whole body is given up then.
+    """
     for first in range(0, len(prompts), model.window):
         request = GenerationRequest(
             id=f"{asked.prefix}{asked.arrival.id}-{first}",
@@ -117,6 +122,10 @@ async def windows(
         )
         async with aclosing(_patient(model, request, asked, is_first=first == 0)) as batches:
             async for batch in batches:
+                if any(
+                    isinstance(event, SequenceFinished) and event.reason is FinishReason.ABORT for event in batch
+                ):
+                    raise RequestCancelled("the request was cancelled by its id")
                 yield first, batch
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from headrace.api.embeddings.model import MAX_WINDOW, TextModel
 from headrace.api.embeddings.scoring import EmbeddingScorer, Scorer, YesNoScorer
@@ -22,6 +23,15 @@ from headrace.gateway.prompt_run import PipelineLimits
 from headrace.gateway.service import EngineClient, RequestMetrics
 from headrace.text import model_text
 from headrace.text.model_text import ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A model beside the main one, in a worker of its own."""
+
+    role: Literal["embedding", "reranker"]
+    name: str
+    model: TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +66,20 @@ class TextModels:
         return found, EmbeddingScorer(model)
 
     @property
-    def side_engines(self) -> dict[str, EngineClient]:
-        """Engines of the models beside the main one, by name."""
-        found: dict[str, EngineClient] = {}
+    def sides(self) -> list[Side]:
+        """The models beside the main one."""
+        found: list[Side] = []
         if self.side_embedding is not None:
-            found[self.side_embedding[0]] = self.side_embedding[1].engine
+            found.append(Side("embedding", *self.side_embedding))
         if self.side_reranker is not None:
-            found[self.side_reranker[0]] = self.side_reranker[1].model.engine
-        return found
-
-    @property
-    def side_pipelines(self) -> list[tuple[str, Pipeline]]:
-        """Requests of the models beside the main one, by name."""
-        found: list[tuple[str, Pipeline]] = []
-        if self.side_embedding is not None:
-            found.append((self.side_embedding[0], self.side_embedding[1].pipeline))
-        if self.side_reranker is not None:
-            found.append((self.side_reranker[0], self.side_reranker[1].model.pipeline))
+            name, scorer = self.side_reranker
+            found.append(Side("reranker", name, scorer.model))
         return found
 
     @property
     def names(self) -> list[str]:
         """Every name that a request may give, the main model's first."""
-        return list(dict.fromkeys((*self.main_names, *self.side_engines)))
+        return list(dict.fromkeys((*self.main_names, *(side.name for side in self.sides))))
 
 
 @dataclass(frozen=True, slots=True)

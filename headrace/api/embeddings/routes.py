@@ -33,9 +33,12 @@ async def create_embedding(request: Request) -> Response:
     fields = convert(body, EmbeddingFields)
     _note_unknown(house, body, EmbeddingFields)
     name, model = house.text_models.embedding(fields.model)
-    inputs = await arrival.call(lambda: _inputs(model, fields.input))
     asked = Asked(arrival, "embd-", fields.priority or 0, lambda: note_accepted(request))
-    states, used = await until_disconnect(request.receive, hidden_states(model, inputs, asked))
+
+    async def compute() -> tuple[list[bytes], int]:
+        return await hidden_states(model, await arrival.call(lambda: _inputs(model, fields.input)), asked)
+
+    states, used = await until_disconnect(request.receive, compute())
 
     def render() -> list[dict[str, Any]]:
         vectors = [unit_vector(state, fields.dimensions) for state in states]

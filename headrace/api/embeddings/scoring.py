@@ -101,7 +101,7 @@ class YesNoScorer:
                     found[first + event.index] = self._score(event.logprobs[0])
                 elif isinstance(event, Usage):
                     used += event.prompt_tokens
-        if len(found) < len(documents):  # cancelled, or the server ends
+        if len(found) < len(documents):  # the server ends
             raise NotReady(f"{len(documents) - len(found)} documents were not scored; try again")
         return [found[index] for index in range(len(documents))], used
 

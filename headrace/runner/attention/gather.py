@@ -1,6 +1,6 @@
 """Reference attention over token-major pools (GPU): blocks are gathered through the block table, then attended.
 
-    prefill   row by row: MLX's own attention over the row's gathered context
+    prefill   ``gathered_prefill.py``; here what it leaves: rows that look back behind a window, row by row
     decode    rows of similar length together, as many as ``GATHER_BYTES`` hold, padded to the longest of them
 
 A row whose context is larger than ``GATHER_BYTES`` goes through tiles of at most that size with an online softmax.
@@ -10,6 +10,7 @@ all rows are as wide as the table there, and the bound on bytes holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,15 +38,12 @@ class _Rows:
         bases: ``[b]`` position of the tables' first slot.
         offsets: ``[b]`` position of the rows' first query.
         ends: ``[b]`` positions in the rows' context.
-        extent: of the only row, (queries that are not padding, positions from the table's first slot to its end);
-            None: several rows, or not known on the host.
     """
 
     tables: mx.array
     bases: mx.array
     offsets: mx.array
     ends: mx.array
-    extent: tuple[int, int] | None
 
     def written(self, x: mx.array, first: int) -> mx.array:
         """Gathered ``[b, kv_heads, T, dim]``, the slots from ``first`` on, with zeros behind the rows' ends.
@@ -76,10 +74,15 @@ def attend_gathered(
     outputs: list[mx.array] = []
     order: list[int] = []
     for index, width in groups:
-        rows = _take(view, index, width, outputs[-1:])
+        rows = rows_of(view, index, width, outputs[-1:])
         some = queries if len(groups) == 1 else queries[mx.array(index)]
         outputs.append(_attend(some, view, rows, scale, window, sinks, softcap))
         order += index
+    return in_order(outputs, order)
+
+
+def in_order(outputs: list[mx.array], order: list[int]) -> mx.array:
+    """Outputs of groups of rows as one array; ``order``: the rows' indices as they come."""
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
     if order == sorted(order):
         return out
@@ -91,14 +94,14 @@ def _groups(batch: int, length: int, view: LayerView) -> list[tuple[list[int], i
     size, lengths = view.pool.block_size, view.batch.lengths
     width = _tables(view).shape[1]
     if not lengths:
-        most = max(1, GATHER_BYTES // (width * size * _token_bytes(view)))
+        most = max(1, GATHER_BYTES // (width * size * token_bytes(view)))
         return [(list(range(first, min(first + most, batch))), width) for first in range(0, batch, most)]
     ends = [start + count for start, count in zip(view.batch.starts, lengths, strict=True)]
     spans = [-(-(end - first) // size) for end, first in zip(ends, view.group.firsts, strict=True)]
     groups: list[tuple[list[int], int]] = []
     for row in sorted(range(batch), key=spans.__getitem__):
         index, shortest = groups[-1] if groups else ([], 0)
-        fits = (len(index) + 1) * spans[row] * size * _token_bytes(view) <= GATHER_BYTES
+        fits = (len(index) + 1) * spans[row] * size * token_bytes(view) <= GATHER_BYTES
         if index and length == 1 and fits and spans[row] <= _SIMILAR * max(shortest, 128 // size):
             index.append(row)
         else:
@@ -111,24 +114,25 @@ def _tables(view: LayerView) -> mx.array:
     return view.group.tables
 
 
-def _token_bytes(view: LayerView) -> int:
+def token_bytes(view: LayerView) -> int:
     """Of one gathered position, as it is attended."""
     layer = view.pool.layers[view.layer]
     return layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.size
 
 
-def _take(view: LayerView, index: list[int], width: int, earlier: Earlier) -> _Rows:
-    """``earlier``: what must be computed before these rows are gathered."""
+def rows_of(view: LayerView, index: list[int], width: int, earlier: Sequence[mx.array] = ()) -> _Rows:
+    """Rows and ``width`` columns of their block tables, the null block behind the last one.
+
+    ``earlier``: what must be computed before these rows are gathered.
+    """
     tables, bases, offsets, ends = _tables(view), view.group.bases, view.batch.offsets, view.batch.ends
     assert bases is not None
-    extent = None
-    if len(index) == 1 and view.batch.lengths:
-        start, count = view.batch.starts[index[0]], view.batch.lengths[index[0]]
-        extent = count, start + count - view.group.firsts[index[0]]
     if len(index) < tables.shape[0]:
         rows = mx.array(index)
         tables, bases, offsets, ends = tables[rows], bases[rows], offsets[rows], ends[rows]
-    return _Rows(after(tables[:, :width], earlier), bases, offsets, ends, extent)
+    missing = width - tables.shape[1]
+    tables = mx.pad(tables, [(0, 0), (0, missing)]) if missing > 0 else tables[:, :width]
+    return _Rows(after(tables, list(earlier)), bases, offsets, ends)
 
 
 def _attend(
@@ -144,21 +148,12 @@ def _attend(
     length = queries.shape[2]
     count, width = rows.tables.shape
     context = width * view.pool.block_size
-    causal = rows.extent is not None and length > 1 and (window is None or rows.extent[1] <= window)
-    mask_bytes = 0 if causal else count * length * context
-    large = count * context * _token_bytes(view) > GATHER_BYTES or mask_bytes > SCORE_BYTES
+    large = count * context * token_bytes(view) > GATHER_BYTES or count * length * context > SCORE_BYTES
     if large or softcap > 0:  # MLX's own attention caps nothing
         return _attend_tiled(queries, view, rows, scale, window, sinks, softcap)
     keys, values = gather(view, rows.tables)
-    if not causal or rows.extent is None:
-        mask, values = rows.visible(0, length, 0, context, window), rows.written(values, 0)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    # MLX aligns a causal mask at the end: cut what is padding on either side.
-    real, end = rows.extent
-    out = mx.fast.scaled_dot_product_attention(
-        queries[:, :, :real], keys[:, :, :end], values[:, :, :end], scale=scale, mask="causal", sinks=sinks
-    )
-    return out if real == length else mx.pad(out, [(0, 0), (0, 0), (0, length - real), (0, 0)])
+    mask, values = rows.visible(0, length, 0, context, window), rows.written(values, 0)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _attend_tiled(
@@ -174,7 +169,7 @@ def _attend_tiled(
     count, heads, length, dim = queries.shape
     layer, size = view.pool.layers[view.layer], view.pool.block_size
     shared = heads // layer.kv_heads
-    columns = max(1, min(KEY_TILE, GATHER_BYTES // (2 * count * _token_bytes(view))) // size)
+    columns = max(1, min(KEY_TILE, GATHER_BYTES // (2 * count * token_bytes(view))) // size)
     tile = max(1, SCORE_BYTES // (4 * count * heads * columns * size))
     spans = [(first, min(first + tile, length)) for first in range(0, length, tile)]
     grouped = (queries.astype(mx.float32) * scale).reshape(count, layer.kv_heads, shared, length, dim)
@@ -196,13 +191,13 @@ def _attend_tiled(
     return out.reshape(count, heads, length, -1).astype(queries.dtype)
 
 
-def gather(view: LayerView, tables: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values ``[b, kv_heads, W * block_size, dim]`` of the blocks in ``tables [b, W]``."""
+def gather(view: LayerView, tables: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
+    """Keys and values ``[b, kv_heads, W * block_size, dim]`` of the blocks in ``tables [b, W]``; of some heads."""
     pool, index = view.pool, view.layer
     layer = pool.layers[index]
     tables = pool.ordered(index, tables)
-    keys = [_blocks(x, pool.block_size, tables) for x in (pool.keys[index], *pool.key_affine[index])]
-    values = [_blocks(x, pool.block_size, tables) for x in (pool.values[index], *pool.value_affine[index])]
+    keys = [_blocks(x, pool.block_size, tables, heads) for x in (pool.keys[index], *pool.key_affine[index])]
+    values = [_blocks(x, pool.block_size, tables, heads) for x in (pool.values[index], *pool.value_affine[index])]
     return _unpacked(keys, layer.key_packing, layer.dtype), _unpacked(values, layer.value_packing, layer.dtype)
 
 
@@ -210,12 +205,11 @@ def _unpacked(parts: list[mx.array], packing: VectorPacking | None, dtype: mx.Dt
     return parts[0] if packing is None else packing.unpack(Packed(*parts), dtype)
 
 
-def _blocks(pool: mx.array, size: int, tables: mx.array) -> mx.array:
+def _blocks(pool: mx.array, size: int, tables: mx.array, heads: slice) -> mx.array:
     """``[num_slots, kv_heads, width]`` -> ``[b, kv_heads, W * size, width]``."""
-    slots, heads, width = pool.shape
-    count, columns = tables.shape
-    blocks = pool.reshape(slots // size, size, heads, width)[tables]
-    return blocks.reshape(count, columns * size, heads, width).swapaxes(1, 2)
+    blocks = pool.reshape(pool.shape[0] // size, size, *pool.shape[1:])[:, :, heads][tables]
+    count, columns, _, chosen, width = blocks.shape
+    return blocks.reshape(count, columns * size, chosen, width).swapaxes(1, 2)
 
 
 def materialize_gathered(view: LayerView) -> tuple[mx.array, mx.array]:
@@ -227,7 +221,7 @@ def materialize_gathered(view: LayerView) -> tuple[mx.array, mx.array]:
 
 def _all_rows(view: LayerView) -> _Rows:
     assert view.group.bases is not None
-    return _Rows(_tables(view), view.group.bases, view.batch.offsets, view.batch.ends, None)
+    return _Rows(_tables(view), view.group.bases, view.batch.offsets, view.batch.ends)
 
 
 def position_mask(view: LayerView, length: int, window: int | None) -> mx.array:

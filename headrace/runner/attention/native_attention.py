@@ -1,8 +1,8 @@
 """Paged attention of the CPU by a native operation (``native/cpu_attention.cpp``), in place of ``slices.py``.
 
-It takes whole forwards, decode and prefill, over head-major pools of any form, and reads keys and values where they
-are, through block tables. See the native source for how the work is cut and why a row's result does not depend on
-other rows.
+It takes whole forwards, decode and prefill, over head-major pools of any form, and reads keys and values where
+they are, through block tables. See the native source for how the work is cut and why a row's result does not
+depend on other rows.
 """
 
 from __future__ import annotations

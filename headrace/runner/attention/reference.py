@@ -5,9 +5,10 @@ attend to their own row's positions ``max(0, p - window + 1) … p``. Rows are r
 produce is garbage that nobody reads. Keys and values may be packed in the pool.
 
 Two readers of the pool, one per order of its axes: ``slices.py`` (head-major, CPU) and ``gather.py`` (token-major,
-GPU). Both keep what they copy and the scores they hold within ``scratch_bytes``, whatever the rows' lengths are.
-``materialize``, for models that compute attention themselves, copies the whole context of all rows: the runner
-splits their forwards (``forward_split.py``) so that it stays within what the memory plan sets aside for it.
+GPU; prompts in ``gathered_prefill.py``). All keep what they copy and the scores they hold within
+``scratch_bytes``, whatever the rows' lengths are. ``materialize``, for models that compute attention themselves,
+copies the whole context of all rows: the runner splits their forwards (``forward_split.py``) so that it stays
+within what the memory plan sets aside for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from headrace.runner.attention import gather, slices
+from headrace.runner.attention.gathered_prefill import attend_prefill
 from headrace.runner.layer_view import LayerView
 
 
@@ -32,7 +34,8 @@ def paged_attention(
     """
     if view.pool.head_major:
         return slices.attend_slices(queries, view, scale, window, sinks, softcap)
-    return gather.attend_gathered(queries, view, scale, window, sinks, softcap)
+    out = attend_prefill(queries, view, scale, window, sinks) if softcap == 0 else None
+    return gather.attend_gathered(queries, view, scale, window, sinks, softcap) if out is None else out
 
 
 def scratch_bytes(*, head_major: bool) -> int:

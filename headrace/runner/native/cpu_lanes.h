@@ -32,6 +32,9 @@ inline void save(void* memory, T value) {
   std::memcpy(memory, &value, sizeof value);
 }
 
+inline Floats everywhere(float value) { return value - Floats{}; }  // x - 0 is x, which compilers know; 0 + x need not be
+inline Ints everywhere(int32_t value) { return value + Ints{}; }
+
 // a · b + sum with one rounding, where the processor has it.
 inline Floats fused(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
@@ -58,6 +61,26 @@ inline Ints dot(Ints a, Ints b, Ints sum) {
   return sum + read<Ints>(low);
 #else
   return sum + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// The same with one value for all lanes, from memory. GCC would load it into a register of its own first, where one
+// instruction does both.
+inline Floats fused(Floats a, const float* b, Floats sum) {
+#if defined(__AVX512F__)
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));
+  return sum;
+#else
+  return fused(a, everywhere(*b), sum);
+#endif
+}
+
+inline Ints dot(Ints a, const int32_t* b, Ints sum) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));
+  return sum;
+#else
+  return dot(a, everywhere(*b), sum);
 #endif
 }
 
@@ -120,13 +143,13 @@ inline Floats magnitude(Floats x) { return Floats(Ints(x) & 0x7fffffff); }
 // e^x: 2^n times a polynomial in the rest (Taylor series of 2^f, degree 6, |f| <= 1/2), saturating at 2^±126.
 inline Floats exponential(Floats x) {
   Floats y = x * 1.44269504f;
-  y = y < -126.0f ? Floats{} - 126.0f : y;
-  y = y > 126.0f ? Floats{} + 126.0f : y;
+  y = y < -126.0f ? everywhere(-126.0f) : y;
+  y = y > 126.0f ? everywhere(126.0f) : y;
   const Ints n = rounded(y);
   const Floats f = y - floats(n);
-  Floats p = Floats{} + 1.5403530e-4f;
+  Floats p = everywhere(1.5403530e-4f);
   for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-    p = fused(p, f, Floats{} + c);
+    p = fused(p, f, everywhere(c));
   return Floats(Ints(p) + (n << 23));
 }
 

@@ -2,6 +2,7 @@
 //
 //     attend   paged attention (cpu_attention.cpp)
 //     store    rows of vectors into pools, in place
+//     norm, rotate, gate   the small ones (cpu_elementwise.cpp)
 //
 // A write into an input exchanges no array, so MLX does not know of it: store returns a mark [1], and whatever has to
 // come after the write takes that as an input (pool_store.py).
@@ -9,6 +10,7 @@
 #include <mlx/allocator.h>
 #include <mlx/array.h>
 #include <mlx/backend/cpu/encoder.h>
+#include <mlx/ops.h>
 #include <mlx/primitives.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
@@ -16,6 +18,7 @@
 #include <stdexcept>
 
 #include "cpu_attention.h"
+#include "cpu_elementwise.h"
 #include "cpu_vectors.h"
 
 namespace nb = nanobind;
@@ -181,10 +184,81 @@ mx::array store(const std::vector<mx::array>& pools, const std::vector<mx::array
   return mx::array({1}, mx::int32, std::make_shared<Store>(), std::move(inputs));
 }
 
+// -- small operations ----------------------------------------------------------------------------------------
+
+float* allocate(mx::array& out) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return out.data<float>();
+}
+
+// Inputs: x and weight, contiguous.
+class Norm : public Operation {
+ public:
+  explicit Norm(float eps) : Operation("headrace_norm"), eps_(eps) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    int width = inputs[0].shape(-1);
+    dispatch([x = inputs[0].data<float>(), weight = inputs[1].data<float>(), eps = eps_,
+              rows = int64_t(inputs[0].size()) / width, width,
+              out = allocate(outputs[0])] { headrace::rms_norm(x, weight, eps, rows, width, out); });
+  }
+
+ private:
+  float eps_;
+};
+
+mx::array norm(const mx::array& x, const mx::array& weight, float eps) {
+  return mx::array(x.shape(), mx::float32, std::make_shared<Norm>(eps), {mx::contiguous(x), mx::contiguous(weight)});
+}
+
+// Inputs: x of any strides, cosines and sines, contiguous.
+class Rotate : public Operation {
+ public:
+  Rotate() : Operation("headrace_rotate") {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array& x = inputs[0];
+    headrace::Rotation call{x.data<float>()};
+    for (int i = 0; i < 4; i++) call.strides[i] = x.strides(i);
+    call.cosine = inputs[1].data<float>(), call.sine = inputs[2].data<float>();
+    call.batch = x.shape(0), call.heads = x.shape(1), call.length = x.shape(2), call.half = x.shape(3) / 2;
+    call.out = allocate(outputs[0]);
+    dispatch([call] { headrace::rotate(call); });
+  }
+};
+
+mx::array rotate(const mx::array& x, const mx::array& cosine, const mx::array& sine) {
+  return mx::array(x.shape(), mx::float32, std::make_shared<Rotate>(),
+                   {x, mx::contiguous(cosine), mx::contiguous(sine)});
+}
+
+// Inputs: gate and up, contiguous.
+class Gate : public Operation {
+ public:
+  explicit Gate(bool gelu) : Operation("headrace_gate"), gelu_(gelu) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch([gate = inputs[0].data<float>(), up = inputs[1].data<float>(), gelu = gelu_,
+              size = int64_t(inputs[0].size()),
+              out = allocate(outputs[0])] { headrace::gate(gate, up, gelu, size, out); });
+  }
+
+ private:
+  bool gelu_;
+};
+
+mx::array gate(const mx::array& gates, const mx::array& up, bool gelu) {
+  return mx::array(gates.shape(), mx::float32, std::make_shared<Gate>(gelu),
+                   {mx::contiguous(gates), mx::contiguous(up)});
+}
+
 }  // namespace
 
 NB_MODULE(cpu_operations, module) {
   module.def("attend", attend);
   module.def("store", store);
+  module.def("norm", norm);
+  module.def("rotate", rotate);
+  module.def("gate", gate, nb::arg("gate"), nb::arg("up"), nb::arg("gelu"));
   module.def("threads", [] { return headrace::threads(); });
 }

@@ -24,17 +24,19 @@
 
 namespace headrace {
 
+// Rows of a band: what registers hold. Affine weights: one band of up to kAffineRows, or more of kPairRows, whose
+// values then meet two strips at a time; so do up to kWidePairRows rows over 16-bit weights.
 #if defined(__AVX512F__)
-constexpr int kAffineRows = 12, kWideRows = 24;
+constexpr int kAffineRows = 12, kPairRows = 6, kWideRows = 24, kWidePairRows = 12;
 #elif defined(__aarch64__)
-constexpr int kAffineRows = 3, kWideRows = 6;
+constexpr int kAffineRows = 3, kPairRows = 1, kWideRows = 6, kWidePairRows = 3;
 #else
-constexpr int kAffineRows = 2, kWideRows = 4;
+constexpr int kAffineRows = 2, kPairRows = 1, kWideRows = 4, kWidePairRows = 2;
 #endif
 constexpr int kMostRows = std::max(kAffineRows, kWideRows);
-constexpr int kChunk = 40 * kAffineRows;        // rows prepared at a time: bounds the scratch
-constexpr int64_t kNearBytes = 384 * 1024;      // of rows that stay in a core's cache while weights pass by
-constexpr int64_t kPieceWork = 400'000;         // multiplications worth a piece
+constexpr int kChunk = 480;                 // rows prepared at a time: bounds the scratch
+constexpr int64_t kNearBytes = 384 * 1024;  // of rows that stay in a core's cache while weights pass by
+constexpr int64_t kPieceWork = 400'000;     // multiplications worth a piece
 
 enum Scale { kHalf, kBfloat, kFloat };
 
@@ -186,83 +188,129 @@ inline Floats scale_at(const uint8_t* memory) {
     return widened<S == kHalf>(memory);
 }
 
-template <int Rows, int Bits, Scale S>
+// `Strips` strips at a time, so that each value of a row is loaded once for all of them, and the chains of few rows do
+// not wait for each other. While one is read, the next is asked for.
+template <int Rows, int Strips, int Bits, Scale S>
 void affine(const Tile& tile, Floats* out) {
-  constexpr int kPairs = 16 / Bits;                                   // of a word
+  constexpr int kPairs = 16 / Bits;                                            // of a word
   constexpr int kMask = Bits == 4 ? 0x000F000F : 0x00FF00FF;
-  constexpr int kChains = Rows >= 6 ? 1 : Rows >= 3 ? 2 : kPairs;     // integer sums may be cut at will
+  constexpr int kChains = Rows * Strips >= 6 ? 1 : 2;  // integer sums may be cut at will
   constexpr int kScaleBytes = S == kFloat ? 4 : 2;
-  Floats total[Rows] = {};
+  const int64_t stride = tile.form.strip_bytes(tile.inputs);
+  const int words = tile.form.group * Bits / 32, groups = tile.inputs / tile.form.group;
+  Floats total[Strips][Rows] = {};
   const uint8_t* w = tile.weights;
   const int32_t* x = tile.pairs;
-  const int words = tile.form.group * Bits / 32, groups = tile.inputs / tile.form.group;
   for (int g = 0; g < groups; g++) {
-    Ints sum[kChains][Rows] = {};
+    Ints sum[kChains][Strips][Rows] = {};
     for (int word = 0; word < words; word++, w += 4 * kStrip) {
-      const Ints packed = read<Ints>(w);
+      Ints packed[Strips];
+      for (int s = 0; s < Strips; s++) {
+        packed[s] = read<Ints>(w + s * stride);
+        __builtin_prefetch(w + (s + Strips) * stride);
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < kPairs; i++, x += Rows) {
-        const Ints q = Ints(Words(packed) >> (i * Bits)) & kMask;
+        Ints q[Strips];
+        for (int s = 0; s < Strips; s++) q[s] = Ints(Words(packed[s]) >> (i * Bits)) & kMask;
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; r++) sum[i % kChains][r] = dot(q, Ints{} + x[r], sum[i % kChains][r]);
+        for (int r = 0; r < Rows; r++) {
+          if constexpr (Strips == 1) {
+            sum[i % kChains][0][r] = dot(q[0], x + r, sum[i % kChains][0][r]);
+          } else {
+            const Ints value = everywhere(x[r]);
+            for (int s = 0; s < Strips; s++) sum[i % kChains][s][r] = dot(q[s], value, sum[i % kChains][s][r]);
+          }
+        }
       }
     }
-    const Floats scale = scale_at<S>(w), bias = scale_at<S>(w + kStrip * kScaleBytes);
-    w += 2 * kStrip * kScaleBytes;
+#pragma GCC unroll 4
+    for (int s = 0; s < Strips; s++) {
+      const Floats scale = scale_at<S>(w + s * stride), bias = scale_at<S>(w + s * stride + kStrip * kScaleBytes);
+      __builtin_prefetch(w + (s + Strips) * stride);
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; r++) {
-      Ints whole = sum[0][r];
-      for (int c = 1; c < kChains; c++) whole += sum[c][r];
-      total[r] = fused(floats(whole), scale * tile.scales[g * Rows + r], total[r]);
-      total[r] = fused(bias, Floats{} + tile.sums[g * Rows + r], total[r]);
+      for (int r = 0; r < Rows; r++) {
+        Ints whole = sum[0][s][r];
+        for (int c = 1; c < kChains; c++) whole += sum[c][s][r];
+        total[s][r] = fused(floats(whole), scale * tile.scales[g * Rows + r], total[s][r]);
+        total[s][r] = fused(bias, tile.sums + g * Rows + r, total[s][r]);
+      }
     }
+    w += 2 * kStrip * kScaleBytes;
   }
+#pragma GCC unroll 4
+  for (int s = 0; s < Strips; s++)
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; r++) out[r] = total[r];
+    for (int r = 0; r < Rows; r++) out[s * Rows + r] = total[s][r];
 }
 
-// `Strips` at a time, so that the chains of few rows do not wait for each other.
 template <int Rows, int Strips, bool Half>
 void wide(const Tile& tile, Floats* out) {
-  Floats total[Strips][Rows] = {};
   const int64_t stride = tile.form.strip_bytes(tile.inputs);
+  Floats total[Strips][Rows] = {};
   const float* x = tile.values;
   const uint8_t* w = tile.weights;
-  for (int k = 0; k < tile.inputs; k++, x += Rows, w += 2 * kStrip)
-#pragma GCC unroll 8
+#pragma GCC unroll 2
+  for (int k = 0; k < tile.inputs; k++, x += Rows, w += 2 * kStrip) {
+    Floats weights[Strips];
+#pragma GCC unroll 4
     for (int s = 0; s < Strips; s++) {
-      const Floats weights = widened<Half>(w + s * stride);
-#pragma GCC unroll 32
-      for (int r = 0; r < Rows; r++) total[s][r] = fused(weights, Floats{} + x[r], total[s][r]);
+      weights[s] = widened<Half>(w + s * stride);
+      if (k % 2 == 0) __builtin_prefetch(w + (s + Strips) * stride);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 32
+    for (int r = 0; r < Rows; r++) {
+      if constexpr (Strips == 1) {
+        total[0][r] = fused(weights[0], x + r, total[0][r]);
+      } else {
+        const Floats value = everywhere(x[r]);
+#pragma GCC unroll 4
+        for (int s = 0; s < Strips; s++) total[s][r] = fused(weights[s], value, total[s][r]);
+      }
+    }
+  }
+#pragma GCC unroll 4
   for (int s = 0; s < Strips; s++)
 #pragma GCC unroll 32
     for (int r = 0; r < Rows; r++) out[s * Rows + r] = total[s][r];
 }
 
 constexpr int kMostStrips = 4;
-constexpr int strips_together(int rows) { return rows == 1 ? kMostStrips : rows <= 4 ? 2 : 1; }
+constexpr int affine_strips(int rows) { return rows <= kPairRows ? 2 : 1; }
+constexpr int wide_strips(int rows) { return rows <= 2 ? kMostStrips : rows <= kWidePairRows ? 2 : 1; }
 
-template <int Rows>
-Kernel affine_kernel(const Form& form, int rows) {
-  if constexpr (Rows < kAffineRows)
-    if (rows != Rows) return affine_kernel<Rows + 1>(form, rows);
+template <int Rows, int Strips>
+Kernel affine_form(const Form& form) {
   const bool four = form.bits == 4;
   switch (form.scale) {
-    case kHalf: return four ? affine<Rows, 4, kHalf> : affine<Rows, 8, kHalf>;
-    case kBfloat: return four ? affine<Rows, 4, kBfloat> : affine<Rows, 8, kBfloat>;
-    default: return four ? affine<Rows, 4, kFloat> : affine<Rows, 8, kFloat>;
+    case kHalf: return four ? affine<Rows, Strips, 4, kHalf> : affine<Rows, Strips, 8, kHalf>;
+    case kBfloat: return four ? affine<Rows, Strips, 4, kBfloat> : affine<Rows, Strips, 8, kBfloat>;
+    default: return four ? affine<Rows, Strips, 4, kFloat> : affine<Rows, Strips, 8, kFloat>;
   }
+}
+
+template <int Rows>
+Kernel affine_kernel(const Form& form, int rows, bool together) {
+  if constexpr (Rows < kAffineRows)
+    if (rows != Rows) return affine_kernel<Rows + 1>(form, rows, together);
+  return together ? affine_form<Rows, affine_strips(Rows)>(form) : affine_form<Rows, 1>(form);
 }
 
 template <int Rows>
 Kernel wide_kernel(const Form& form, int rows, bool together) {
   if constexpr (Rows < kWideRows)
     if (rows != Rows) return wide_kernel<Rows + 1>(form, rows, together);
-  constexpr int kStrips = strips_together(Rows);
+  constexpr int kStrips = wide_strips(Rows);
   if (together) return form.scale == kHalf ? wide<Rows, kStrips, true> : wide<Rows, kStrips, false>;
   return form.scale == kHalf ? wide<Rows, 1, true> : wide<Rows, 1, false>;
+}
+
+inline Kernel kernel_for(const Form& form, int rows, bool together) {
+  return form.bits == 16 ? wide_kernel<1>(form, rows, together) : affine_kernel<1>(form, rows, together);
+}
+
+inline int strips_together(const Form& form, int rows) {
+  return form.bits == 16 ? wide_strips(rows) : affine_strips(rows);
 }
 
 // -- a product --------------------------------------------------------------------------------------------
@@ -297,26 +345,28 @@ inline Tile tile_of(const Strips& s, int band, int strip) {
           s.rows.sums + start * groups, s.rows.values + first, p.form, p.inputs};
 }
 
-// A band by the strips first … last, `step` of which a kernel takes; one of them when gated is a pair.
+// A band by the strips first … last, as many at a time as a kernel takes. Gated: by pairs of strips.
 inline void band_by_strips(const Strips& s, int band, int first, int last) {
   const Product& p = s.product;
   const int height = s.rows.height(band), width = p.gated ? p.outputs / 2 : p.outputs;
   float* out = s.out + int64_t(s.rows.start(band)) * width;
-  Floats sums[2][kMostStrips * kMostRows];
-  const int each = p.form.bits == 16 && !p.gated ? strips_together(height) : 1;
-  for (int strip = first; strip < last;) {
-    const int together = last - strip >= each ? each : 1;
-    const Kernel kernel = p.form.bits == 16 ? wide_kernel<1>(p.form, height, together > 1)
-                                            : affine_kernel<1>(p.form, height);
-    if (p.gated) {
-      kernel(tile_of(s, band, 2 * strip), sums[1]);
-      kernel(tile_of(s, band, 2 * strip + 1), sums[0]);
-      write(p, out, height, strip * kStrip, sums[0], sums[1]);
+  Floats sums[kMostStrips * kMostRows];
+  if (p.gated) first *= 2, last *= 2;
+  const int each = p.gated ? 2 : strips_together(p.form, height);
+  const bool pairs = strips_together(p.form, height) == 2;
+  for (int strip = first, together; strip < last; strip += together) {
+    together = last - strip >= each ? each : 1;
+    if (p.gated && !pairs) {
+      const Kernel kernel = kernel_for(p.form, height, false);
+      kernel(tile_of(s, band, strip), sums);
+      kernel(tile_of(s, band, strip + 1), sums + height);
     } else {
-      kernel(tile_of(s, band, strip), sums[0]);
-      for (int i = 0; i < together; i++) write(p, out, height, (strip + i) * kStrip, sums[0] + i * height, nullptr);
+      kernel_for(p.form, height, together > 1)(tile_of(s, band, strip), sums);
     }
-    strip += together;
+    if (p.gated)
+      write(p, out, height, strip / 2 * kStrip, sums + height, sums);
+    else
+      for (int i = 0; i < together; i++) write(p, out, height, (strip + i) * kStrip, sums + i * height, nullptr);
   }
 }
 
@@ -329,20 +379,21 @@ inline void by_strips(const void* task, int first, int last) {
     return;
   }
   for (int start = 0; start < s.rows.bands; start += group)
-    for (int strip = first; strip < last; strip++)
+    for (int strip = first; strip < last; strip += 2)
       for (int band = start; band < std::min(start + group, s.rows.bands); band++)
-        band_by_strips(s, band, strip, strip + 1);
+        band_by_strips(s, band, strip, std::min(strip + 2, last));
 }
 
 inline int strips_step(const Product& p, int rows, int strips, int threads) {
   const int64_t work = int64_t(p.outputs) * p.inputs * std::max(rows, 2);
   const int64_t pieces = std::clamp<int64_t>(work / kPieceWork, 1, 6 * threads);
   const int step = int((strips + pieces - 1) / pieces);
-  return rows == 1 && p.form.bits == 16 ? (step + kMostStrips - 1) / kMostStrips * kMostStrips : step;
+  return (step + kMostStrips - 1) / kMostStrips * kMostStrips;
 }
 
 inline void compute_chunk(const Product& p, const Threads& threads, int first, int count) {
-  const int most = p.form.bits == 16 ? kWideRows : kAffineRows, bands = (count + most - 1) / most;
+  const int affine = count <= kAffineRows || kPairRows == 1 ? kAffineRows : kPairRows;
+  const int most = p.form.bits == 16 ? kWideRows : affine, bands = (count + most - 1) / most;
   const int groups = p.form.bits == 16 ? 0 : p.inputs / p.form.group;
   const int64_t values = int64_t(count) * p.inputs, scales = int64_t(count) * groups;
   Rows rows{count, bands, nullptr, nullptr, nullptr, nullptr};

@@ -6,8 +6,9 @@ position to
 
     [x1 * c - x2 * s | x1 * s + x2 * c],     so that [1 | 0] gives [c | s].
 
-So the tables are read off the replaced module itself, once per forward, and one compiled loop applies them. A
-module is replaced only after it gave the same output on random input as its replacement.
+So the tables are read off the replaced module itself, once per forward, and one native operation applies them,
+or one compiled loop where there is none. A module is replaced only after it gave the same output on random input as
+its replacement.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from headrace.runner.cpu_operations import CpuOperations
+from headrace.runner.timing import no_slower
 
 _NAME = re.compile("rope|rotary", re.IGNORECASE)
 _TOLERANCE = 1e-5
@@ -68,10 +72,11 @@ class _Tables:
 class TableRotary(nn.Module):  # type: ignore[misc]
     """Rotates float32 ``[B, H, L, dims]`` by tables, anything else as the replaced module does."""
 
-    def __init__(self, inner: nn.Module, tables: _Tables) -> None:
+    def __init__(self, inner: nn.Module, tables: _Tables, operations: CpuOperations | None = None) -> None:
         super().__init__()
         self.inner = inner
         self._tables = tables
+        self._operations = operations
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         tables = self._tables
@@ -79,10 +84,12 @@ class TableRotary(nn.Module):  # type: ignore[misc]
             return self.inner(x, offset=offset)  # type: ignore[no-any-return]
         half = tables.dims // 2
         cosine, sine = tables.of(offset, x.shape[0], x.shape[2])
+        if self._operations is not None:
+            return self._operations.rotate(x, cosine, sine)
         return mx.concatenate([*_rotate_compiled(x[..., :half], x[..., half:], cosine, sine)], axis=-1)
 
 
-def substitute_rotary(model: nn.Module) -> int:
+def substitute_rotary(model: nn.Module, operations: CpuOperations | None = None) -> int:
     """Replace what matches; returns how many modules were replaced."""
     known: list[tuple[mx.array, _Tables]] = []
     replaced = []
@@ -96,10 +103,12 @@ def substitute_rotary(model: nn.Module) -> int:
         tables = next((one for other, one in known if _equal(other, sample, one, module)), None)
         if tables is None:
             tables = _Tables(module, dims)
-            if not _rotates_halves(module, tables):
+            if not _rotates_halves(TableRotary(module, tables)):
                 continue
+            if operations is not None and not _pays(TableRotary(module, tables, operations)):
+                operations = None
             known.append((sample, tables))
-        replaced.append((path, TableRotary(module, tables)))
+        replaced.append((path, TableRotary(module, tables, operations)))
     model.update_modules(nn.utils.tree_unflatten(replaced))
     return len(replaced)
 
@@ -116,9 +125,16 @@ def _equal(sample: mx.array, other: mx.array, tables: _Tables, module: nn.Module
     return type(tables.rotary) is type(module) and bool(mx.array_equal(sample, other))
 
 
-def _rotates_halves(module: nn.Module, tables: _Tables) -> bool:
-    replacement = TableRotary(module, tables)
-    x = mx.random.normal((2, 3, 5, tables.dims), key=mx.random.key(0))
+def _pays(native: TableRotary) -> bool:
+    """Whether the native operation is right and no slower than the compiled loop."""
+    plain = TableRotary(native.inner, native._tables)
+    x, offset = mx.random.normal((32, 4, 1, native._tables.dims), key=mx.random.key(1)), mx.arange(32)
+    return _rotates_halves(native) and no_slower(lambda: native(x, offset), lambda: plain(x, offset))
+
+
+def _rotates_halves(replacement: TableRotary) -> bool:
+    module = replacement.inner
+    x = mx.random.normal((2, 3, 5, replacement._tables.dims), key=mx.random.key(0))
     offsets: Sequence[Offset] = (*_CHECKED_POSITIONS, mx.array([3, 4_000]))
     for offset in offsets:
         expected = module(x, offset=offset)

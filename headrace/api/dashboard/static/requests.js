@@ -30,7 +30,7 @@ class Row {
       cell({ class: "number", "data-label": "prompt" }, this.prompt, this.cached),
       cell({ class: "number", "data-label": "output" }, this.output, this.most),
       this.age,
-      cell({}, request.can_cancel ? this.button : null),
+      cell({}, this.button),
     );
   }
 

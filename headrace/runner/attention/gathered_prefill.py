@@ -1,0 +1,207 @@
+"""Attention of prompts over token-major pools (GPU), through MLX's fused causal attention.
+
+    nothing before the chunks   keys and values as the model has just made them, all rows in one call; the pool is
+                                written and not read
+    something before them       prefix and chunk are gathered once; rows behind equally long prefixes in one call
+
+A context that does not fit ``GATHER_BYTES`` is attended by some of the KV heads at a time. Where no fused kernel
+takes the form, queries go in tiles, so that scores stay within ``SCORE_BYTES``. Left to ``gather.py``: rows that
+look back behind a window, soft caps, one KV head that does not fit.
+
+What is packed in the pool is always read from there: a chunk that saw its own exact vectors would give another
+answer than one that finds them in the cache.
+
+On CUDA the library plans every new pair of lengths, which takes many times the attention's own time. So a call's
+ends lie on a grid: queries begin earlier (zeros that nobody reads), keys end later (hidden by causality).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from headrace.runner.attention import gather
+from headrace.runner.attention.online_softmax import Earlier, after
+from headrace.runner.layer_view import LayerView
+
+# Grid of a call's first and last position on CUDA.
+SHAPE_GRID = 256
+
+
+def attend_prefill(
+    queries: mx.array, view: LayerView, scale: float, window: int | None, sinks: mx.array | None
+) -> mx.array | None:
+    """``paged_attention`` of ``reference.py`` for rows of several queries; None: not a case for this way."""
+    batch, length = view.batch, queries.shape[2]
+    if length == 1 or not batch.lengths:
+        return None
+    own = _own(view)
+    if own is not None and not any(batch.starts):
+        keys, values = own
+        return _after_write(view, causal_attention(queries, keys, values, scale, sinks, window))
+    ends = [start + count for start, count in zip(batch.starts, batch.lengths, strict=True)]
+    if window is not None and max(ends) > window:
+        return None
+    if (max(ends) + length + SHAPE_GRID) * _head_bytes(view) > _room(queries, view):
+        return None
+    return _attend_behind_prefixes(queries, view, scale, sinks)
+
+
+def causal_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    window: int | None = None,
+) -> mx.array:
+    """Queries ``[b, H, L, D]`` are the last L of the positions of ``keys [b, h, T, D]`` and ``values``.
+
+    Query i sees the ``window`` keys up to its own; None: all.
+    """
+    count, heads, length, _ = queries.shape
+    offset = keys.shape[2] - length
+    tile = length
+    if not is_fused(queries, values.shape[-1]):
+        tile = max(1, gather.SCORE_BYTES // (4 * count * heads * keys.shape[2]))
+    if window is not None and window < keys.shape[2]:
+        tile = min(tile, window)  # so that few of a tile's keys are hidden from most of its queries
+    pieces = []
+    earlier: Earlier = []
+    for first in range(0, length, tile):
+        last = min(first + tile, length)
+        low = 0 if window is None else max(0, offset + first - window + 1)
+        high = offset + last
+        mask: mx.array | str = "causal"
+        if window is not None and high - low > window:
+            mask = _band(offset + first - low, last - first, high - low, window)
+        some = after(queries[:, :, first:last], earlier)
+        pieces.append(
+            mx.fast.scaled_dot_product_attention(
+                some, keys[:, :, low:high], values[:, :, low:high], scale=scale, mask=mask, sinks=sinks
+            )
+        )
+        earlier = pieces[-1:]
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def _band(first: int, queries: int, keys: int, window: int) -> mx.array:
+    """``[queries, keys]`` bool: which keys are seen when query 0 is at key ``first``."""
+    query, key = mx.arange(first, first + queries)[:, None], mx.arange(keys)[None]
+    return (key <= query) & (key > query - window)
+
+
+def is_fused(queries: mx.array, value_dim: int) -> bool:
+    """Whether MLX has a kernel that holds no matrix of scores; what it does not take it computes in steps."""
+    dims = queries.shape[-1], value_dim
+    if mx.default_device() != mx.gpu:
+        return False
+    if mx.metal.is_available():
+        return dims[0] == dims[1] and dims[0] in (64, 80, 128)
+    return queries.dtype.size == 2 and all(dim % 8 == 0 and dim <= 128 for dim in dims)
+
+
+def shape_grid() -> int:
+    """What a call's first and last position are multiples of."""
+    return SHAPE_GRID if mx.default_device() == mx.gpu and not mx.metal.is_available() else 1
+
+
+# -- own keys and values -----------------------------------------------------------------------------------
+
+
+def _own(view: LayerView) -> tuple[mx.array, mx.array] | None:
+    """This forward's keys and values, as the pool holds them; None: they are packed there, or not known."""
+    layer = view.pool.layers[view.layer]
+    if view.new is None or layer.bits is not None:
+        return None
+    keys, values = view.new
+    return keys.astype(layer.dtype), values.astype(layer.dtype)
+
+
+def _after_write(view: LayerView, out: mx.array) -> mx.array:
+    """``out``, not there before the pool has been written: nothing else in the forward may ask for that."""
+    pool, layer = view.pool, view.layer
+    written = [pool.marks[layer]] if pool.in_place else [pool.keys[layer], pool.values[layer]]
+    return after(out, written)
+
+
+# -- behind prefixes ---------------------------------------------------------------------------------------
+
+
+def _attend_behind_prefixes(queries: mx.array, view: LayerView, scale: float, sinks: mx.array | None) -> mx.array:
+    outputs: list[mx.array] = []
+    order: list[int] = []
+    for index in _equal_starts(view, queries):
+        some = queries if len(index) == queries.shape[0] else queries[mx.array(index)]
+        outputs.append(_attend_rows(some, view, index, scale, sinks, outputs[-1:]))
+        order += index
+    return gather.in_order(outputs, order)
+
+
+def _equal_starts(view: LayerView, queries: mx.array) -> list[list[int]]:
+    """Rows with equally many positions before their chunks, as many together as there is room for."""
+    groups: dict[int, list[list[int]]] = {}
+    for row, start in enumerate(view.batch.starts):
+        end = start + queries.shape[2] + SHAPE_GRID
+        most = max(1, _room(queries, view) // (end * gather.token_bytes(view)))
+        found = groups.setdefault(start, [[]])
+        if len(found[-1]) == most:
+            found.append([])
+        found[-1].append(row)
+    return [index for found in groups.values() for index in found]
+
+
+def _attend_rows(
+    queries: mx.array,
+    view: LayerView,
+    index: Sequence[int],
+    scale: float,
+    sinks: mx.array | None,
+    earlier: Earlier,
+) -> mx.array:
+    """Attention of ``queries [b, H, L, D]`` of rows with equal starts, by as many KV heads as fit."""
+    batch, size, grid = view.batch, view.pool.block_size, shape_grid()
+    count, heads, length, _ = queries.shape
+    start = batch.starts[index[0]]
+    real = max(batch.lengths[row] for row in index) if grid == 1 else length
+    first, last = start // grid * grid, -(-(start + real) // grid) * grid
+    padding = (start - first, last - start - real)
+    padded = (
+        mx.pad(queries[:, :, :real], [(0, 0), (0, 0), padding, (0, 0)]) if any(padding) else queries[:, :, :real]
+    )
+    rows = gather.rows_of(view, list(index), -(-last // size))
+    kv_heads = view.pool.layers[view.layer].kv_heads
+    shared = heads // kv_heads
+    most = max(1, _room(queries, view) // (count * last * _head_bytes(view)))
+    is_clean = all(start + batch.lengths[row] == last for row in index)
+    pieces: list[mx.array] = []
+    for head in range(0, kv_heads, most):
+        chosen = slice(head, min(head + most, kv_heads))
+        keys, values = gather.gather(view, after(rows.tables, pieces[-1:] or earlier), chosen)
+        if not is_clean:
+            values = rows.written(values, 0)
+        part = slice(chosen.start * shared, chosen.stop * shared)
+        pieces.append(
+            causal_attention(
+                padded[:, part],
+                keys[:, :, :last],
+                values[:, :, :last],
+                scale,
+                None if sinks is None else sinks[part],
+            )
+        )
+    out = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+    out = out[:, :, padding[0] : padding[0] + real]
+    return out if real == length else mx.pad(out, [(0, 0), (0, 0), (0, length - real), (0, 0)])
+
+
+def _room(queries: mx.array, view: LayerView) -> int:
+    """Bytes of keys and values of one call: without a fused kernel they are copied once more for the products."""
+    fused = is_fused(queries, view.pool.layers[view.layer].value_dim)
+    return gather.GATHER_BYTES if fused else gather.GATHER_BYTES // 2
+
+
+def _head_bytes(view: LayerView) -> int:
+    """Of one gathered position of one KV head."""
+    return gather.token_bytes(view) // view.pool.layers[view.layer].kv_heads
