@@ -44,7 +44,7 @@ from headrace.runner.input_batch import (
     token_array,
 )
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, on_device
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
@@ -345,9 +345,11 @@ class ModelRunner:
         if len(rows) == 1 and rows[0].prompt_targets:
             return self._prefill_with_logprobs(rows[0], prompt_logprobs)
         length = max(row.num_tokens for row in rows)
-        if not self._pool.head_major and not self._options.materialize:
+        if self._pool.head_major or self._options.materialize:
+            batch = self._inputs.build(rows, length)
+        else:
             length = prefill_length(length)
-        batch = self._inputs.build(rows, length)
+            batch = on_device(self._inputs.build(rows, length))
         wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
         self._selector.last_of(batch.lengths, length, keep=bool(wanted))
         logits = self._forward(mx.array(token_array(rows, length)), batch)

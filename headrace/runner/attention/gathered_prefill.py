@@ -12,7 +12,7 @@ What is packed in the pool is always read from there: a chunk that saw its own e
 answer than one that finds them in the cache.
 
 On CUDA the library plans every new pair of lengths, which takes many times the attention's own time. So a call's
-ends lie on a grid: queries begin earlier (zeros that nobody reads), keys end later (hidden by causality).
+ends lie on a grid: queries begin earlier (repeated, nobody reads them), keys end later (hidden by causality).
 """
 
 from __future__ import annotations
@@ -167,9 +167,7 @@ def _attend_rows(
     real = max(batch.lengths[row] for row in index) if grid == 1 else length
     first, last = start // grid * grid, -(-(start + real) // grid) * grid
     padding = (start - first, last - start - real)
-    padded = (
-        mx.pad(queries[:, :, :real], [(0, 0), (0, 0), padding, (0, 0)]) if any(padding) else queries[:, :, :real]
-    )
+    padded = _repeated(queries[:, :, :real], *padding)
     rows = gather.rows_of(view, list(index), -(-last // size))
     kv_heads = view.pool.layers[view.layer].kv_heads
     shared = heads // kv_heads
@@ -200,6 +198,17 @@ def _room(queries: mx.array, view: LayerView) -> int:
     """Bytes of keys and values of one call: without a fused kernel they are copied once more for the products."""
     fused = is_fused(queries, view.pool.layers[view.layer].value_dim)
     return gather.GATHER_BYTES if fused else gather.GATHER_BYTES // 2
+
+
+def _repeated(queries: mx.array, before: int, behind: int) -> mx.array:
+    """``queries [b, H, L, D]`` with the first one repeated in front and the last one behind."""
+    count, heads, _, dim = queries.shape
+    parts = [queries]
+    if before:
+        parts.insert(0, mx.broadcast_to(queries[:, :, :1], (count, heads, before, dim)))
+    if behind:
+        parts.append(mx.broadcast_to(queries[:, :, -1:], (count, heads, behind, dim)))
+    return queries if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def _head_bytes(view: LayerView) -> int:
