@@ -48,7 +48,7 @@ from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, on_d
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
-from headrace.runner.step_graphs import StepGraphs
+from headrace.runner.step_graphs import STEPS_TO_SETTLE, StepGraphs
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -168,6 +168,11 @@ class ModelRunner:
     def compiled(self) -> bool:
         """Whether the decode forward is traced per bucket of shapes."""
         return self._decode_forward is not None
+
+    @property
+    def steps_to_settle(self) -> int:
+        """Decode steps of a bucket of shapes until nothing about them is still being prepared."""
+        return 1 if self._graphs is None else STEPS_TO_SETTLE
 
     def decode_width(self, blocks: int) -> int:
         """Width of the block table of a decode forward whose longest row has ``blocks`` blocks."""

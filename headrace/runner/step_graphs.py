@@ -36,6 +36,9 @@ log = logging.getLogger("headrace.runner")
 Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
 _Key = tuple[tuple[int, ...], ...]
 _RECORD_AT = 3
+STEPS_TO_SETTLE = _RECORD_AT + 1
+_TIMED_LAUNCHES = 10
+SOURCES = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 
 
 @dataclass(slots=True)
@@ -49,33 +52,71 @@ class _Bucket:
     refused: bool = False
 
 
+class Recorder:
+    """Records what MLX evaluates on a CUDA device.
+
+    Args:
+        native: the extension module of ``step_graph.cpp``.
+    """
+
+    def __init__(self, native: ModuleType) -> None:
+        self.native = native
+
+    @staticmethod
+    def for_device() -> Recorder | None:
+        """The recorder of a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
+        if mx.default_device() != mx.gpu or mx.metal.is_available():
+            return None
+        try:
+            return Recorder(load("headrace_step_graph", SOURCES, include="cuda_names"))
+        except ExtensionError as error:
+            log.warning("decode steps are not recorded, which costs the host time: %s", error)
+            return None
+
+    def record(self, build: Callable[[], list[mx.array]]) -> tuple[Any, list[mx.array]]:
+        """Evaluate what ``build`` gives; the recording, and the evaluated arrays.
+
+        Whatever ``build`` takes must have been evaluated. ``recording.error``: why it cannot be replayed, or "".
+        """
+        graph = self.native.StepGraph()
+        graph.begin()
+        try:
+            arrays = build()
+            mx.eval(self.native.mark(graph, arrays), arrays)
+        finally:
+            graph.end()
+        return graph, arrays
+
+    def device_seconds(self, build: Callable[[], list[mx.array]]) -> float:
+        """Seconds that the device takes for what ``build`` gives, however long the host needs to build it.
+
+        Raises RuntimeError when it cannot be recorded.
+        """
+        graph, arrays = self.record(build)
+        if graph.error:
+            raise RuntimeError(graph.error)
+        del arrays
+        return min(float(graph.seconds(_TIMED_LAUNCHES)) for _ in range(3))
+
+
 class StepGraphs:
     """The recordings of one model's decode forward.
 
     Args:
-        native: the extension module of ``step_graph.cpp``.
+        recorder: of the device.
         limit_bytes: what all recordings may keep together.
+
+    Attributes:
+        replayed: steps that were replayed so far.
     """
 
-    def __init__(self, native: ModuleType, limit_bytes: int) -> None:
-        self._native = native
-        self._reader = native.Reader()
+    def __init__(self, recorder: Recorder, limit_bytes: int) -> None:
+        self._recorder = recorder
+        self._native = recorder.native
+        self._reader = self._native.Reader()
         self._limit_bytes = limit_bytes
         self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()
         self.replayed = 0
-
-    @staticmethod
-    def for_device(limit_bytes: int) -> StepGraphs | None:
-        """Recordings on a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
-        if mx.default_device() != mx.gpu or mx.metal.is_available():
-            return None
-        sources = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
-        try:
-            native = load("headrace_step_graph", sources, include="cuda_names")
-        except ExtensionError as error:
-            log.warning("decode steps are not recorded, which costs the host time: %s", error)
-            return None
-        return StepGraphs(native, limit_bytes)
 
     def read(self, arrays: Sequence[mx.array]) -> list[np.ndarray]:
         """What evaluated arrays hold, the arrays left in the device's memory (see ``device_arrays.py``)."""
@@ -156,14 +197,13 @@ class StepGraphs:
         zero = mx.zeros(MARK_SHAPE, mx.int32)
         mx.eval(fixed, parts, zero, marks)
         before = mx.get_active_memory()
-        graph = self._native.StepGraph()
-        graph.begin()
-        try:
-            inputs = [HostInts(ints.values, part) for ints, part in zip(sent, parts, strict=True)]
+        inputs = [HostInts(ints.values, part) for ints, part in zip(sent, parts, strict=True)]
+
+        def build() -> list[mx.array]:
             logits, after = forward(fixed, inputs, marks)
-            mx.eval(self._native.mark(graph, [logits, *after]), logits, after)
-        finally:
-            graph.end()
+            return [logits, *after]
+
+        graph, (logits, *after) = self._recorder.record(build)
         result = on_device(logits)
         try:
             if graph.error:

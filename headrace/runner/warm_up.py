@@ -20,6 +20,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=40, top_p=0.9, seed=1)
 # Contexts up to this many tokens are traced before ready; longer buckets are traced when first met.
 WARM_CONTEXT_TOKENS = 2048
+# Steps of up to this many rows are also recorded before ready, where steps are; larger ones when they are met.
+SETTLED_ROWS = 32
 
 
 def warm_up(
@@ -52,10 +54,13 @@ def _steps(
     blocks = range(1, -(-longest // layout.block_size) + 1)
     widths = sorted({runner.decode_width(count) for count in blocks})
     counts = sorted({bucket(count) for count in range(1, config.max_num_seqs + 1)})
-    for count in counts:
+    for count in reversed(counts):  # the smallest last: recorded steps that were used last stay longest
+        repeat = runner.steps_to_settle if count <= SETTLED_ROWS else 1
         for width in widths:
             context = min(longest, width * layout.block_size) - 1
-            yield SchedulerOutput(0, decode=tuple(_row(layout, context, 1, GREEDY) for _ in range(count)))
+            rows = tuple(_row(layout, context, 1, GREEDY) for _ in range(count))
+            for _ in range(repeat):
+                yield SchedulerOutput(0, decode=rows)
 
 
 def _row(layout: KVLayout, start: int, count: int, params: SamplingParams) -> ScheduledRow:

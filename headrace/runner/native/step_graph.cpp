@@ -78,6 +78,7 @@ struct Driver {
   int (*record_event)(CUevent_st*, CUstream_st*);
   int (*wait_event)(CUevent_st*);
   int (*destroy_event)(CUevent_st*);
+  int (*elapsed)(float*, CUevent_st*, CUevent_st*);
   int (*make_stream)(CUstream_st**, unsigned);
   int (*wait_stream)(CUstream_st*);
   int (*destroy_stream)(CUstream_st*);
@@ -111,6 +112,7 @@ struct Driver {
     find(record_event, "cuEventRecord");
     find(wait_event, "cuEventSynchronize");
     find(destroy_event, "cuEventDestroy_v2");
+    find(elapsed, "cuEventElapsedTime");
     find(make_stream, "cuStreamCreate");
     find(wait_stream, "cuStreamSynchronize");
     find(destroy_stream, "cuStreamDestroy_v2");
@@ -278,6 +280,25 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     for (size_t i = 0; i < results.size(); i++) results[i].copy_shared_buffer(results_[i]);
   }
 
+  // Seconds that the device takes for one of `times` launches, one behind the other.
+  double seconds(int times) {
+    auto& driver = Driver::get();
+    auto& encoder = this->encoder();
+    encoder.commit();
+    CUstream_st* stream = encoder.stream();
+    CUevent_st* events[2] = {};
+    for (auto*& event : events) check(driver.make_event(&event, 0), "making an event");
+    check(driver.launch(exec_, stream), "launching a step");
+    check(driver.record_event(events[0], stream), "timing a step");
+    for (int i = 0; i < times; i++) check(driver.launch(exec_, stream), "launching a step");
+    check(driver.record_event(events[1], stream), "timing a step");
+    check(driver.wait_event(events[1]), "timing a step");
+    float milliseconds = 0;
+    check(driver.elapsed(&milliseconds, events[0], events[1]), "timing a step");
+    for (auto* event : events) driver.destroy_event(event);
+    return milliseconds * 1e-3 / times;
+  }
+
   size_t sent_bytes() const { return sent_bytes_; }
   const mx::array& input() const { return arrays_[0]; }
   const std::vector<mx::array>& results() const { return results_; }
@@ -410,6 +431,7 @@ NB_MODULE(headrace_step_graph, m) {
       .def("begin", &StepGraph::begin)
       .def("end", &StepGraph::end)
       .def("bind", &StepGraph::bind)
+      .def("seconds", &StepGraph::seconds)
       .def_prop_ro("nodes", &StepGraph::nodes)
       .def_prop_ro("error", &StepGraph::error);
   nb::class_<Reader>(m, "Reader")
