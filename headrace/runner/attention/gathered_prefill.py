@@ -177,8 +177,8 @@ def _attend_rows(
     for head in range(0, kv_heads, most):
         chosen = slice(head, min(head + most, kv_heads))
         keys, values = gather.gather(view, after(rows.tables, pieces[-1:] or earlier), chosen)
-        if not is_clean:
-            values = rows.written(values, 0)
+        if not is_clean:  # a fused kernel may hide a score by adding to it, which NaN survives
+            keys, values = rows.written(keys, 0), rows.written(values, 0)
         part = slice(chosen.start * shared, chosen.stop * shared)
         pieces.append(
             causal_attention(

@@ -61,6 +61,11 @@ Narrow narrow(int inputs, int outputs, int bits, int group, const std::string& s
   return {{bits, group, kind}, inputs, outputs};
 }
 
+const uint8_t* bytes_of(const mx::array& weights) {
+  if (!weights.flags().row_contiguous) throw std::invalid_argument("narrow weights must lie in one piece");
+  return weights.data<uint8_t>();
+}
+
 class NarrowProduct : public mx::Primitive {
  public:
   NarrowProduct(mx::Stream stream, Narrow weights, bool gated)
@@ -72,7 +77,7 @@ class NarrowProduct : public mx::Primitive {
     for (const auto& array : in) encoder.set_input_array(array);
     encoder.set_output_array(out[0]);
     const headrace::Product product{weights_.form,
-                                    in[1].data<uint8_t>(),
+                                    bytes_of(in[1]),
                                     in.size() > 2 ? in[2].data<float>() : nullptr,
                                     in[0].data<float>(),
                                     out[0].data<float>(),
@@ -110,7 +115,7 @@ class NarrowRows : public mx::Primitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& array : in) encoder.set_input_array(array);
     encoder.set_output_array(out[0]);
-    encoder.dispatch([w = weights_, index = in[0].data<int32_t>(), bytes = in[1].data<uint8_t>(),
+    encoder.dispatch([w = weights_, index = in[0].data<int32_t>(), bytes = bytes_of(in[1]),
                       to = out[0].data<float>(), count = in[0].size()]() {
       for (size_t i = 0; i < count; i++) {
         const int64_t output = index[i] < 0 ? int64_t(index[i]) + w.outputs : index[i];
