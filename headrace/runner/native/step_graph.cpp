@@ -337,15 +337,15 @@ class Reader {
     Driver::get().destroy_stream(stream_);
   }
 
-  // The arrays' bytes, one behind the other. They must have been evaluated and waited for.
-  nb::bytes read(const std::vector<mx::array>& arrays) {
+  // The arrays' bytes, one behind the other; None when they are too large or not contiguous. They must have been
+  // evaluated and waited for.
+  nb::object read(const std::vector<mx::array>& arrays) {
     auto& driver = Driver::get();
     size_t total = 0;
     for (auto& array : arrays) {
-      if (!array.flags().row_contiguous) throw std::invalid_argument("an array to be read is not contiguous");
       total += array.nbytes();
+      if (!array.flags().row_contiguous || total > kBytes) return nb::none();
     }
-    if (total > kBytes) throw std::invalid_argument("arrays to be read are too large");
     auto at = reinterpret_cast<CUdeviceptr>(memory_);
     for (auto& array : arrays) {
       if (array.nbytes() == 0) continue;
@@ -356,9 +356,8 @@ class Reader {
     return nb::bytes(static_cast<const char*>(memory_), total);
   }
 
-  static constexpr size_t kBytes = 1 << 20;
-
  private:
+  static constexpr size_t kBytes = 1 << 20;
   static constexpr unsigned kNonBlocking = 1;
   CUstream_st* stream_ = nullptr;
   void* memory_ = nullptr;
@@ -436,7 +435,6 @@ NB_MODULE(headrace_step_graph, m) {
       .def_prop_ro("error", &StepGraph::error);
   nb::class_<Reader>(m, "Reader")
       .def(nb::init<>())
-      .def_prop_ro_static("most_bytes", [](nb::handle) { return Reader::kBytes; })
       .def("read", &Reader::read);
   m.def("mark", &mark);
   m.def("replay", &replay);
