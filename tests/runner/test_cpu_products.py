@@ -28,6 +28,7 @@ from headrace.runner.narrow_weights import (
     narrow_plain,
     stacked,
 )
+from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.narrow_linear import (
     NarrowEmbedding,
     NarrowGatedMLP,
@@ -174,6 +175,31 @@ def test_matrices_stack_where_they_fit(products: NarrowProducts) -> None:
     assert stacked([first, matrix_of(8, 32, "float16", 48, 128)[0]]) is None
 
 
+def test_results_in_parts(products: NarrowProducts) -> None:
+    for bits, group in ((4, 32), (16, 1)):
+        matrix, _ = matrix_of(bits, group, "float16", 101, 128)
+        bias = mx.array(rows_of(1, 101)[0])
+        for rows in ROWS:
+            x = mx.array(rows_of(rows, 128)).reshape(1, rows, 128)
+            whole = products.product(x, matrix, bias)
+            parts = products.parts(x, matrix, bias, (48, 16, 37))
+            assert [part.shape for part in parts] == [(1, rows, 48), (1, rows, 16), (1, rows, 37)]
+            assert mx.array_equal(mx.concatenate(parts, axis=-1), whole).item()
+    for widths in ((40, 61), (48, 52), (16, 16, 16, 16, 37)):
+        with pytest.raises(ValueError, match="part"):
+            products.parts(mx.zeros((1, 128)), matrix, None, widths)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text"])
+def test_fused_projections_give_the_same(products: NarrowProducts, name: str) -> None:
+    fused, _ = narrowed(name, products, 4)
+    apart, _ = narrowed(name, products, 4)
+    assert fuse_projections(fused) == 0
+    assert fuse_projections(fused, (NarrowLinear,)) >= len(fused.model.layers)
+    tokens = mx.array([[5, 9, 2, 88, 17, 3, 101, 64]])
+    assert mx.array_equal(fused(tokens), apart(tokens)).item()
+
+
 def test_weights_must_lie_in_one_piece(products: NarrowProducts) -> None:
     matrix, _ = matrix_of(4, 32, "float16", 48, 128)
     mx.eval(matrix.strips)
@@ -213,12 +239,12 @@ def test_without_a_compiler_nothing_stays_narrow() -> None:
 def test_wrong_products_are_found(products: NarrowProducts) -> None:
     module = products._module
 
-    def wrong(x: mx.array, *args: Any, **form: Any) -> mx.array:
-        result = module.product(x, *args, **form)
-        return result * 1.01 if form["bits"] == 8 else result
+    def wrong(x: mx.array, *args: Any, **form: Any) -> list[mx.array]:
+        [result] = module.product(x, *args, **form)
+        return [result * 1.01 if form["bits"] == 8 else result]
 
-    def in_company(x: mx.array, *args: Any, **form: Any) -> mx.array:
-        return module.product(x, *args, **form) * (1 + 1e-6 * (len(x) == 1))
+    def in_company(x: mx.array, *args: Any, **form: Any) -> list[mx.array]:
+        return [module.product(x, *args, **form)[0] * (1 + 1e-6 * (len(x) == 1))]
 
     for product, reason in ((wrong, "8 bits"), (in_company, "depends on the others")):
         fake = SimpleNamespace(product=product, rows=module.rows, threads=module.threads)
