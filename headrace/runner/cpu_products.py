@@ -1,9 +1,10 @@
 """Whether weights stay narrow on this CPU: the extension is built, checked and measured.
 
 The check compares products with NumPy's in float64 over all forms, and rows alone with rows in company, which must
-be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with
-float32 ones as MLX computes them here. What came of it is kept in the cache folder, so that a model is held in the
-same form at every start. Whatever is missing or wrong, the answer is no, with the reason.
+be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with float32
+ones as MLX computes them here; without AVX-512 it need not be taken. What came of it is kept in the cache folder,
+so that a model is held in the same form at every start. Whatever is missing or wrong, the answer is no, with the
+reason.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def nothing(note: str) -> NarrowChoice:
 
 def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     """The choice for this machine. ``load`` gives the extension module, by default it is built."""
+    if load is None and "avx512f" not in cpu_features().split():
+        return nothing("weights are widened: products over narrow weights are slow without AVX-512")
     try:
         products = NarrowProducts((load or _load)())
     except native_extension.ExtensionError as error:

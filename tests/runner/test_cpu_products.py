@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import tiny_model
 
+from headrace.core.machine import cpu_features
 from headrace.errors import StartupError
 from headrace.runner import cpu_products, native_extension
 from headrace.runner.narrow_weights import (
@@ -252,6 +254,17 @@ def test_wrong_products_are_found(products: NarrowProducts) -> None:
         assert choice.products is None
         assert reason in choice.note
     assert not cpu_products.check(products)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="forms for x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_forms_for_other_processors(products: NarrowProducts, processor: str) -> None:
+    if processor == "haswell" and "avx2" not in cpu_features().split():
+        pytest.skip("this processor has no AVX2")
+    flags = (f"-march={processor}", "-ffp-contract=off", "-pthread")
+    module = native_extension.load("headrace_cpu_products", cpu_products.SOURCES, flags=flags)
+    assert not cpu_products.check(NarrowProducts(module))
 
 
 def test_narrow_weights_must_pay() -> None:
