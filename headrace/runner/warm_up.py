@@ -13,6 +13,7 @@ from headrace.core.layout import KVLayout
 from headrace.core.memory_plan import MemoryPlan
 from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
+from headrace.runner.attention.gathered_prefill import planned_shapes
 from headrace.runner.input_batch import bucket
 from headrace.runner.model_runner import ModelRunner
 
@@ -49,6 +50,8 @@ def _steps(
         yield SchedulerOutput(
             0, decode=tuple(_row(layout, 0, 1, params) for _ in range(min(2, config.max_num_seqs)))
         )
+    for count, length in planned_shapes(min(config.prefill_step_size, longest - 1)):
+        yield SchedulerOutput(0, prefill=tuple(_row(layout, 0, length, GREEDY) for _ in range(count)))
     if not runner.compiled:
         return
     blocks = range(1, -(-longest // layout.block_size) + 1)
