@@ -166,7 +166,7 @@ def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
 
 def _measure(products: NarrowProducts) -> Measured:
     key = _key(products)
-    cache = _cache_file()
+    cache = _cache_file(key)
     if cache is not None:
         known = _read(cache)
         if known is not None and known.key == key:
@@ -202,9 +202,9 @@ def _key(products: NarrowProducts) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _cache_file() -> Path | None:
+def _cache_file(key: str) -> Path | None:
     try:
-        return cache_folder("extensions") / "narrow_products.json"
+        return cache_folder("extensions") / f"narrow_products-{key[:16]}.json"
     except StartupError:
         return None
 

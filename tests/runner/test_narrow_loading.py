@@ -111,8 +111,7 @@ def test_other_bits_are_widened(tmp_path: Path, products: NarrowProducts) -> Non
 def test_gguf_types(tmp_path: Path, products: NarrowProducts, name: str) -> None:
     path = write_llama(tmp_path / "m.gguf", CONFIG, tiny_weights(), QTYPE[name])
     narrow, wide = both(path, products)
-    kind = nn.Linear if name.startswith("Q5") else NarrowLinear
-    assert type(narrow.model.model.layers[0].self_attn.q_proj) is kind
+    assert type(narrow.model.model.layers[0].self_attn.q_proj) is NarrowLinear
     assert same_logits(narrow, wide)
 
 
