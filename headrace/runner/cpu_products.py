@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -190,7 +191,7 @@ def _measure(products: NarrowProducts) -> Measured:
         rates.append((best[0] / best[1], best[0] / best[2]))
     measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates))
     if cache is not None:
-        with appearing(cache) as temporary:
+        with suppress(OSError), appearing(cache) as temporary:  # a full disk costs time at the next start
             temporary.write_bytes(msgspec.json.encode(measured))
     return measured
 
