@@ -32,6 +32,7 @@ from headrace.runner.sampling_batch import SamplingBatch
 from headrace.runner.sampling_check import choose_sampling, first_fault
 from headrace.runner.sampling_kernel import KINDS, SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
+from headrace.runner.step_graphs import Recorder
 
 VOCABS = (128256, 151936, 49152, 32003)
 ROWS = (1, 32, 128)
@@ -128,8 +129,8 @@ def beside_mlx(kernel: SamplingKernel) -> str | None:
     return found and f"against MLX's operations: {found}"
 
 
-def microseconds(run: Callable[[], mx.array], repeat: int = 12) -> tuple[float, float]:
-    """Of one run among several queued, and of one that is waited for."""
+def microseconds(run: Callable[[], mx.array], recorder: Recorder | None, repeat: int = 12) -> str:
+    """Of one run among several queued, of one that is waited for, and of the device alone."""
     mx.eval(run(), run())
     queued, single = [], []
     for _ in range(3):
@@ -140,12 +141,18 @@ def microseconds(run: Callable[[], mx.array], repeat: int = 12) -> tuple[float, 
             begin = time.perf_counter()
             mx.eval(run())
             single.append(time.perf_counter() - begin)
-    return min(queued) * 1e6, float(np.median(single)) * 1e6
+    text = f"{min(queued) * 1e6:6.0f} / {np.median(single) * 1e6:5.0f}"
+    try:
+        return text if recorder is None else f"{text} / {recorder.device_seconds(lambda: [run()]) * 1e6:5.0f}"
+    except RuntimeError:
+        return f"{text} /     -"
 
 
 def times(kernel: SamplingKernel, unsent: SamplingKernel, seconds: float) -> None:
     vocab = 128256
-    print("us, one of several queued / one waited for: own kernels; without uploads; MLX's operations")
+    print("us, one of several queued / one waited for / device's part, where it can be recorded:")
+    print("own kernels; own kernels without uploads; MLX's operations")
+    recorder = Recorder.for_device()
     for rows in ROWS:
         for (shape, spread), dtype in product(SPREADS.items(), (mx.float32, mx.bfloat16)):
             logits = (mx.random.normal((rows, vocab), key=mx.random.key(rows)) * spread).astype(dtype)
@@ -163,9 +170,8 @@ def times(kernel: SamplingKernel, unsent: SamplingKernel, seconds: float) -> Non
                 ) -> mx.array:
                     return sample(logits, SamplingBatch(random=random_rows(asked, vocab)), own=own).tokens
 
-                cells = [microseconds(partial(run, own)) for own in (kernel, unsent, None)]
-                text = ", ".join(f"{queued:6.0f} / {single:6.0f}" for queued, single in cells)
-                say(f"{rows:4} rows {shape:5} {str(dtype)[9:]:8} {name:21} {text}")
+                cells = "; ".join(microseconds(partial(run, own), recorder) for own in (kernel, unsent, None))
+                say(f"{rows:4} rows {shape:5} {str(dtype)[9:]:8} {name:21} {cells}")
 
 
 def checks(kernel: SamplingKernel, seconds: float) -> Iterator[tuple[str, Callable[[], str | None]]]:
