@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from headrace.runner import sampling_source as source
 from headrace.runner.device_arrays import on_device
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
+from headrace.runner.kernel_language import CUDA_NAMES, compact, cuda_kernel
 from headrace.runner.sampling_batch import RandomRows
 from headrace.runner.small_rows_source import BOUNDS
 from headrace.runner.upload import Uploads
 
-STRIP_THREADS = 256
+STRIPS_TOGETHER = 8
 CHOICE_THREADS = 1024
 KINDS = (mx.float32, mx.bfloat16, mx.float16)
 # Outputs have at least so many elements; MLX would take memory that the host shares for fewer bytes than nine.
@@ -68,6 +68,7 @@ class SamplingKernel:
         header: the matching names of ``kernel_language.py`` and ``sampling_source.py``.
         bounds: tell the compiler how many threads a block has (CUDA).
         threads: of the block that chooses a row's token: whole warps, at most 1024.
+        strips: that one block reads.
         uploads: the way of words to the device; None: by an operation that reads them there.
 
     Attributes:
@@ -81,10 +82,12 @@ class SamplingKernel:
         *,
         bounds: bool = True,
         threads: int = CHOICE_THREADS,
+        strips: int = STRIPS_TOGETHER,
         uploads: Uploads | None = None,
     ) -> None:
         self.used_for = frozenset(BATCH_KINDS)
         self._threads = threads
+        self._together = strips
         self._uploads = uploads
         self._greedy: dict[int, mx.array] = {}
 
@@ -99,18 +102,16 @@ class SamplingKernel:
             )
 
         inputs = ["logits", "words"]
-        self._strips = kernel("sample_strips", inputs, ["found"], source.STRIPS_BODY, STRIP_THREADS, 4)
+        self._strips = kernel("sample_strips", inputs, ["found"], source.STRIPS_BODY, strips * 32, 4)
         self._choice = kernel(
             "sample_choice", [*inputs, "found"], ["tokens", "finite"], source.CHOICE_BODY, threads, 1
         )
 
     @staticmethod
     def for_device() -> SamplingKernel | None:
-        """The kernels of the default device, unchecked; None where there are none."""
-        if mx.default_device() != mx.gpu:
+        """The kernels of a CUDA device, unchecked; None elsewhere (they have not been run on Metal)."""
+        if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
-        if mx.metal.is_available():
-            return SamplingKernel(mx.fast.metal_kernel, METAL_NAMES + source.METAL_SAMPLING_NAMES, bounds=False)
         return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES, uploads=Uploads.checked())
 
     def takes(self, logits: mx.array, random: RandomRows | None) -> bool:
@@ -126,19 +127,18 @@ class SamplingKernel:
         rows, vocab = logits.shape
         strips = -(-vocab // source.STRIP)
         words = self._words(rows, vocab, random)
-        constants = [("T", logits.dtype), ("V", vocab), ("STRIPS", strips)]
         found = self._strips(
             inputs=[logits, words],
-            template=constants,
-            grid=(-(-strips * 32 // STRIP_THREADS) * STRIP_THREADS, rows, 1),
-            threadgroup=(STRIP_THREADS, 1, 1),
+            template=[("T", logits.dtype), ("WARPS", self._together)],
+            grid=(-(-strips // self._together) * self._together * 32, rows, 1),
+            threadgroup=(self._together * 32, 1, 1),
             output_shapes=[(rows, source.RESULTS, strips)],
             output_dtypes=[mx.uint32],
         )[0]
         made = max(rows, LEAST_OUTPUTS)
         tokens, finite = self._choice(
             inputs=[logits, words, found],
-            template=[*constants, ("THREADS", self._threads)],
+            template=[("T", logits.dtype), ("THREADS", self._threads)],
             grid=(rows * self._threads, 1, 1),
             threadgroup=(self._threads, 1, 1),
             output_shapes=[(made,), (made,)],

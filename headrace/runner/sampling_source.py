@@ -18,7 +18,7 @@ sums cannot show, and what a row gives depends on its logits and parameters only
 exact up to the rounding of exponentials (some 1e-7 of the mass). The strips' own sums, from which the whole mass
 comes, are of fixed strips in a fixed order.
 
-The Metal names have not been run on Metal.
+The Metal names have not been run on Metal, and nothing uses them yet.
 """
 
 from __future__ import annotations
@@ -251,12 +251,14 @@ APART float kth_largest(IN_DEVICE(const T)* logits, int vocab, int k, float temp
 }
 """
 
-# Constants: T, V, STRIPS. Inputs: logits [R, V] of T, words [R, 8] uint32.
-# Output: found [R, RESULTS, STRIPS] uint32. Grid: blocks of 8 strips of a warp each, by rows.
+# Constants: T, WARPS. Inputs: logits [R, V] of T, words [R, 8] uint32.
+# Output: found [R, RESULTS, strips] uint32. Grid: blocks of WARPS strips, a warp each, by rows.
 STRIPS_BODY = """
+  const int V = int(logits_shape[1]);
+  const int STRIPS = (V + 255) / 256;
   const int thread = int(thread_position_in_threadgroup.x);
   const int lane = thread % 32;
-  const int strip = int(threadgroup_position_in_grid.x) * 8 + thread / 32;
+  const int strip = int(threadgroup_position_in_grid.x) * WARPS + thread / 32;
   const int row = int(threadgroup_position_in_grid.y);
   if (strip >= STRIPS) return;
   const unsigned mode = words[row * 8];
@@ -298,9 +300,11 @@ STRIPS_BODY = """
   }
 """
 
-# Constants: T, V, STRIPS, THREADS. Inputs: logits, words, found as above. Outputs: tokens [>= R] int32, finite
+# Constants: T, THREADS. Inputs: logits, words, found as above. Outputs: tokens [>= R] int32, finite
 # [>= R] bool. Grid: a block of THREADS threads (whole warps, up to 32) per row.
 CHOICE_BODY = """
+  const int V = int(logits_shape[1]);
+  const int STRIPS = (V + 255) / 256;
   SHARED unsigned slots[32 * 5];
   SHARED unsigned sorted[2048];
   SHARED float values[2048];

@@ -153,5 +153,4 @@ def experts() -> None:
 def sampling() -> None:
     kernel = SamplingKernel(cuda_kernel, CUDA_NAMES + CUDA_SAMPLING_NAMES)
     for dtype in (*HALF, mx.float32):
-        for vocab in (32003, 128256):
-            kernel(mx.zeros((2, vocab), dtype), None)
+        kernel(mx.zeros((2, 32003), dtype), None)

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernel(folder: Path) -> SamplingKernel:
-    return SamplingKernel(emulated(folder), NAMES, threads=32)
+    return SamplingKernel(emulated(folder), NAMES, threads=32, strips=1)
 
 
 def normal(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> np.ndarray:
