@@ -232,7 +232,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         if wanted.decode_kernel and not options.decode_kernel:
             install(None)
     attention = choice.note
-    if head_major and not options.decode_kernel:
+    if head_major and (options.materialize or not options.decode_kernel):
         store = None  # steps that hold much wait for each other
     if options.materialize:
         attention = "reference attention: the model computes its own"
@@ -293,7 +293,7 @@ def step_graph_bytes(kind: str, working_set: int) -> int:
 
 def _scratch_bytes(prepared: _Prepared) -> int:
     """Of attention, beside its result."""
-    if prepared.head_major and prepared.options.decode_kernel:
+    if prepared.head_major and prepared.options.decode_kernel and not prepared.options.materialize:
         return native_attention.scratch_bytes(usable_cores())
     return scratch_bytes(head_major=prepared.head_major)
 

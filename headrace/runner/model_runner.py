@@ -152,7 +152,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._options = options
         self._view = MaterializedView if options.materialize else LayerView
-        slices = pool.head_major and not options.decode_kernel
+        slices = pool.head_major and (options.materialize or not options.decode_kernel)
         self._inputs = InputBatchBuilder(
             layout,
             slices=slices,

@@ -207,6 +207,8 @@ def logits(runner: ModelRunner, rows: list[ScheduledRow]) -> np.ndarray:
 )
 def test_a_cached_prefix_gives_what_a_cold_run_gives(name: str, kv: str) -> None:
     """At every edge of blocks and of the forwards' padded lengths, one more and one less."""
+    # A product's last bit may depend on its number of rows, and decide how a packed value is rounded.
+    allowed = 1e-4 if kv == "auto" else 1e-2
     runner, layout = make_runner(tiny_model(name), vocab_size=VOCAB, head_major=False, kv_cache_dtype=kv)
     for length in (31, 32, 33, 41):
         prompt = prompt_of(length)
@@ -215,7 +217,7 @@ def test_a_cached_prefix_gives_what_a_cold_run_gives(name: str, kv: str) -> None
             runner.prefill_logits([row(1, prompt, 0, start, layout)])
             mx.eval(runner._pool.changes)
             warm = logits(runner, [row(1, prompt, start, length, layout)])
-            assert np.abs(warm - cold).max() < 1e-4 * max(1.0, np.abs(cold).max())
+            assert np.abs(warm - cold).max() < allowed * max(1.0, np.abs(cold).max())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
