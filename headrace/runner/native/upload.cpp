@@ -70,7 +70,7 @@ void check(int result, const char* what) {
 // Pinned memory in parts; a part is written again when the copy out of it is over.
 class Outbox {
  public:
-  explicit Outbox(size_t bytes) : stream_(mx::default_stream(mx::Device::gpu)), bytes_(bytes) {
+  explicit Outbox(size_t bytes) : bytes_(bytes) {
     auto& driver = Driver::get();
     check(driver.pinned(&memory_, bytes * kParts, 0), "allocating pinned memory");
     for (auto& event : events_) check(driver.make_event(&event, kNoTiming), "making an event");
@@ -87,9 +87,9 @@ class Outbox {
     if (memory_) driver.unpin(memory_);
   }
 
-  void send(const std::vector<char>& data, mx::array& to) {
+  void send(const std::vector<char>& data, mx::array& to, mx::Stream of) {
     auto& driver = Driver::get();
-    auto& encoder = mx::cu::get_command_encoder(stream_);
+    auto& encoder = mx::cu::get_command_encoder(of);
     encoder.commit();
     CUstream_st* stream = encoder.stream();
     check(driver.wait_event(events_[next_]), "waiting for an earlier upload");
@@ -102,11 +102,9 @@ class Outbox {
   }
 
   size_t bytes() const { return bytes_; }
-  mx::Stream stream() const { return stream_; }
 
  private:
   static constexpr int kParts = 8;
-  mx::Stream stream_;
   size_t bytes_;
   void* memory_ = nullptr;
   int next_ = 0;
@@ -116,13 +114,13 @@ class Outbox {
 class Upload : public mx::Primitive {
  public:
   Upload(std::shared_ptr<Outbox> outbox, std::vector<char> data)
-      : mx::Primitive(outbox->stream()), outbox_(std::move(outbox)), data_(std::move(data)) {}
+      : mx::Primitive(mx::default_stream(mx::Device::gpu)), outbox_(std::move(outbox)), data_(std::move(data)) {}
   void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
     throw std::runtime_error("uploads are for a GPU");
   }
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     outputs[0].copy_shared_buffer(inputs[0]);
-    outbox_->send(data_, outputs[0]);
+    outbox_->send(data_, outputs[0], stream());
   }
   const char* name() const override { return "Upload"; }
   bool is_equivalent(const mx::Primitive&) const override { return false; }
