@@ -108,17 +108,18 @@ def stores() -> None:
     rotate = RotateAndStore(cuda_kernel, CUDA_NAMES)
     for dtype in HALF:
         for norm in (None, mx.ones((64,), dtype)):
-            pool = KVPool([LayerShape(0, 2, 64, 64, dtype)], [4], 32, head_major=False, store=store)
-            group = GroupBatch(None, mx.zeros((1,), mx.int32))
-            batch = ForwardBatch(
-                offsets=mx.zeros((1,), mx.int32),
-                ends=mx.ones((1,), mx.int32),
-                starts=[0],
-                lengths=[1],
-                groups=[group],
-            )
-            spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
-            rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
+            for bits in (None, 8, 4):
+                pool = KVPool([LayerShape(0, 2, 64, 64, dtype, bits)], [4], 32, head_major=False, store=store)
+                group = GroupBatch(None, mx.zeros((1,), mx.int32))
+                batch = ForwardBatch(
+                    offsets=mx.zeros((1,), mx.int32),
+                    ends=mx.ones((1,), mx.int32),
+                    starts=[0],
+                    lengths=[1],
+                    groups=[group],
+                )
+                spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
+                rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
 
 
 def products() -> None:

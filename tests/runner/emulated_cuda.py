@@ -20,6 +20,7 @@ from headrace.runner.small_rows_source import MACHINE
 
 SHIM = Path(__file__).parent / "cuda_shim" / "shim.hpp"
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.int32: "int"}
+TYPES[mx.uint32] = "unsigned"
 
 
 class EmulatedKernel:
@@ -93,9 +94,9 @@ def _storage(dtype: mx.Dtype) -> Any:
 
 
 def host(array: mx.array) -> np.ndarray:
-    """The array's bits, contiguous."""
+    """The array's bits, contiguous, where they are: what a kernel writes into its inputs stays."""
     array = mx.contiguous(array)
-    return np.array(array if array.dtype.size == 4 else array.view(mx.uint16))
+    return np.array(array if array.dtype.size == 4 else array.view(mx.uint16), copy=False)
 
 
 def device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:

@@ -103,7 +103,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
             METAL_NAMES,
             "using T = float;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.BODY} }}",
+            f"void kernel({inputs}) {{ {rotate_store.body(packed=False)} }}",
             f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
             f"  [&] {{ kernel({arguments}); }}); }}",
         ],

@@ -180,8 +180,8 @@ def random_case(
     pool = KVPool([replace(layer, group=0)], [sum(counts) + 1], block_size, head_major=False)
     keys = mx.random.split(mx.random.key(seed), 3)
     slots = (sum(counts) + 1) * block_size
-    pool.keys[0], pool.key_affine[0] = _random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
-    pool.values[0], pool.value_affine[0] = _random_vectors(
+    pool.keys[0], pool.key_affine[0] = random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
+    pool.values[0], pool.value_affine[0] = random_vectors(
         layer, slots, layer.value_dim, layer.value_packing, keys[1]
     )
     ids = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
@@ -203,10 +203,10 @@ def random_case(
     return queries, LayerView(pool, 0, batch)
 
 
-def _random_vectors(
+def random_vectors(
     layer: LayerShape, slots: int, dim: int, packing: VectorPacking | None, key: mx.array
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """One pool array and what belongs to a packed one."""
+    """One token-major pool array, and scales and biases of a packed one."""
     x = mx.random.normal((slots, layer.kv_heads, dim), layer.dtype, key=key)
     if packing is None:
         return x, ()

@@ -110,5 +110,6 @@ inline unsigned scaled(unsigned x, unsigned by) {
   const unsigned first = __nv_bfloat16(low(x) * low(by)).bits, second = __nv_bfloat16(high(x) * high(by)).bits;
   return first | second << 16;
 }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
