@@ -46,6 +46,19 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   std::memcpy(&value, &word, 4);
   return value;
 }
+inline float __uint_as_float(unsigned x) { return of_bits(int(x)); }
+// PTX ISA, prmt: each nibble of the selector picks one of the eight bytes of both words.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+inline int __any_sync(unsigned mask, int holds) {
+  for (int by = 16; by > 0; by /= 2) holds |= __shfl_xor_sync(mask, holds, by);
+  return holds;
+}
+inline float EXP2(float x) { return std::exp2(x); }
 inline int atomicAdd(int* at, int value) {
   const int old = *at;
   *at += value;
