@@ -77,7 +77,7 @@ def all_kernels() -> None:
 
 def attention() -> None:
     kernel = paged_decode.PagedDecodeKernel(
-        cuda_kernel, paged_decode_source.CUDA_PRELUDE, paged_decode.CUDA_FLOATS
+        cuda_kernel, paged_decode_source.CUDA_PRELUDE, paged_decode.CUDA_FLOATS, tiles=True
     )
     cases = [
         Case(dtype="bfloat16", widths=(64, 64), ratio=4, block_size=32),
@@ -86,6 +86,10 @@ def attention() -> None:
         Case(dtype="bfloat16", widths=(576, 512), ratio=16, kv_heads=1),
         Case(dtype="bfloat16", widths=(128, 128), ratio=4, bits=8, window=64),
         Case(dtype="float16", widths=(256, 256), ratio=2, bits=4, softcap=50.0),
+        Case(dtype="bfloat16", widths=(96, 96), ratio=4, bits=8),
+        Case(dtype="bfloat16", widths=(64, 64), ratio=4, bits=8),
+        Case(dtype="float16", widths=(64, 64), ratio=8, bits=4, window=64, sinks=True),
+        Case(dtype="float16", widths=(128, 128), ratio=3, bits=4, softcap=50.0),
     ]
     for case in cases:
         # One short row is one split, one long row is many.

@@ -9,14 +9,14 @@ read, so a wrong one harms nothing before it is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal
+from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal, takes_tiles
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_layout import ModelLayout
@@ -73,9 +73,21 @@ def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) ->
 
 def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
     """``forms``: how many layers have each."""
+    choice = _judged(PagedDecodeKernel.for_device, forms, block_size)
+    by_tiles = not mx.metal.is_available() and any(takes_tiles(form.layer, block_size) for form in forms)
+    if choice.kernel is not None or not by_tiles:
+        return choice
+    # Tensor cores read packed pools wrongly here, or slowly: without them another kernel does.
+    other = _judged(partial(PagedDecodeKernel.for_device, tiles=False), forms, block_size)
+    return choice if other.kernel is None else other
+
+
+def _judged(
+    make: Callable[[], PagedDecodeKernel | None], forms: Mapping[LayerForm, int], block_size: int
+) -> KernelChoice:
     form = None
     try:
-        kernel = PagedDecodeKernel.for_device()
+        kernel = make()
         if kernel is None:
             return KernelChoice(None, "reference attention: no kernel for this device")
         compile_ahead(partial(_called, kernel, forms, block_size))
