@@ -4,17 +4,18 @@ The same grid, splits, inputs and outputs as ``paged_decode_source.py``; what di
 small that the bytes of the pool are what it waits for:
 
     tile     a warp takes 16 tokens of one block at a time, U tiles of them at once
-    scores   queries [8, 16 elements] x codes [16 elements, 8 tokens] (``mma.sync`` m16n8k16; half of its 16 rows
-             are zero). A code c becomes the half-precision number 1024 + c, exactly, by being put among its
-             mantissa bits, and is multiplied as it is: with query q, scale s, bias b and a sum over a group,
+    scores   codes [16 tokens, 16 elements] x queries [16 elements, 8] (``mma.sync`` m16n8k16). A code c becomes
+             the half-precision number 1024 + c, exactly, by being put among its mantissa bits, and is multiplied
+             as it is: with query q, scale s, bias b and a sum over a group,
                  q . (s c + b) = s (q . (1024 + c)) + (b - 1024 s) sum(q)
-    values   weights [8, 16 tokens] x codes [16 tokens, 8 elements]: a weight is the softmax's times the token's
-             scale, in half precision; 1024 times the sum of those rounded weights is taken off again, and
+    values   codes [16 elements, 16 tokens] x weights [16 tokens, 8 queries]: a weight is the softmax's times the
+             token's scale, in half precision; 1024 times the sum of those rounded weights is taken off again, and
              biases are summed in float32. Scales are taken relative to one of them, raised when a token's is
              SPREAD times larger, so that neither overflows
     lanes    with g = lane / 4 and t = lane % 4 a lane reads 16 codes of the keys of tokens g and g + 8 and 8 codes
              of the values of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: the sums over elements and tokens do not
-             notice their order, so codes become fragments where they are and nothing is shuffled
+             notice their order, so codes become fragments where they are. Scores come out with tokens as rows and
+             go in with tokens as columns (``movmatrix``); nothing else moves between lanes but maxima
     end      as there: warps combine by their maxima, a second kernel combines the splits
 
 Queries are exact in half precision up to its range (65504). Sums are float32, exponentials of base 2.
@@ -39,14 +40,21 @@ DEVICE float EXP2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// A matrix of 8 x 8 half-precision numbers, row g in the lanes of g, turned over.
+DEVICE unsigned transposed(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 #endif
 template <int N> struct alignas(N * 4) Words { unsigned w[N]; };
 template <typename S, int N> struct alignas(sizeof(S) * N) Groups { S v[N]; };
 template <int N> struct Bits {};
-// Two numbers in half precision, and their sum as rounded.
-DEVICE unsigned halves(float x, float y, float& sum) {
+// Two numbers in half precision, which are added to sums as rounded.
+DEVICE unsigned halves(float x, float y, float& sum_x, float& sum_y) {
   const __half pair[2] = {__half(x), __half(y)};
-  sum += float(pair[0]) + float(pair[1]);
+  sum_x += float(pair[0]);
+  sum_y += float(pair[1]);
   return *reinterpret_cast<const unsigned*>(pair);
 }
 DEVICE float in_range(float x) { return MIN(MAX(x, -65504.0f), 65504.0f); }
@@ -66,13 +74,16 @@ DEVICE unsigned value_codes(Words<2> x, Words<2> y, int j) {
 DEVICE unsigned value_codes(Words<1> x, Words<1> y, int j) {
   return NIBBLES(__byte_perm(x.w[0], y.w[0], j < 4 ? 0x5410u : 0x7632u) >> (j % 4 * 4));
 }
-DEVICE float quad_sum(float x) {
-  x += SHUFFLE_XOR(x, 1);
-  return x + SHUFFLE_XOR(x, 2);
+// Over the lanes of equal t.
+DEVICE float sum_of_tokens(float x) {
+  x += SHUFFLE_XOR(x, 4);
+  x += SHUFFLE_XOR(x, 8);
+  return x + SHUFFLE_XOR(x, 16);
 }
-DEVICE float quad_most(float x) {
-  x = MAX(x, SHUFFLE_XOR(x, 1));
-  return MAX(x, SHUFFLE_XOR(x, 2));
+DEVICE float most_of_tokens(float x) {
+  x = MAX(x, SHUFFLE_XOR(x, 4));
+  x = MAX(x, SHUFFLE_XOR(x, 8));
+  return MAX(x, SHUFFLE_XOR(x, 16));
 }
 """
 )
@@ -92,6 +103,7 @@ BODY = """
   SHARED float sums[GT * DV];
   SHARED float tops[WARPS * GT];
   SHARED float weights[WARPS * GT];
+  SHARED float sums_of_queries[CK * 8];
 
   const int index = int(thread_position_in_threadgroup.x);
   const int warp = index / 32;
@@ -114,8 +126,7 @@ BODY = """
   const int begin = low + split * share;
   const int stop = begin + share < high ? begin + share : high;
 
-  unsigned query[CK][4][2];
-  float query_sum[CK];
+  unsigned query[CK][4][2];               // 16 codes' worth of query g
   UNROLL for (int c = 0; c < CK; ++c) {
     float sum = 0.0f;
     UNROLL for (int s = 0; s < 4; ++s) {
@@ -125,139 +136,153 @@ BODY = """
           const int dim = c * 64 + t * 16 + code_at(Bits<BITS>(), s, e, h);
           x[h] = g < GT ? in_range(float(q[(row * KV * G + first_query + g) * DK + dim])) : 0.0f;
         }
-        query[c][s][e] = halves(x[0], x[1], sum);
+        query[c][s][e] = halves(x[0], x[1], sum, sum);
       }
     }
-    query_sum[c] = quad_sum(sum);
+    sum += SHUFFLE_XOR(sum, 1);
+    sum += SHUFFLE_XOR(sum, 2);
+    if (warp == 0 && t == 0) sums_of_queries[c * 8 + g] = sum;
   }
-  float total[CV][8][4];                  // of query g and elements 16 t + j and 16 t + 8 + j; then of none
-  float rounded[CV], biased[CV];          // sums over this lane's tokens
+  BARRIER();
+  // From here on a lane has queries 2 t and 2 t + 1 (h) and tokens g and g + 8 (n) of a tile.
+  float query_sum[CK][2];
+  UNROLL for (int c = 0; c < CK; ++c)
+    UNROLL for (int h = 0; h < 2; ++h) query_sum[c][h] = sums_of_queries[c * 8 + 2 * t + h];
+  float total[CV][4][4];                  // elements 8 g + 2 j + r of query h at [j][2 r + h]
+  float rounded[CV][2], biased[CV][2];    // sums over this lane's tokens
+  float top[2] = {HIDDEN, HIDDEN}, weight[2] = {0.0f, 0.0f};
+  float unit = 0.0f, per_unit = 0.0f;     // scales of values are counted in units
   UNROLL for (int c = 0; c < CV; ++c) {
-    rounded[c] = biased[c] = 0.0f;
-    UNROLL for (int j = 0; j < 8; ++j)
+    UNROLL for (int h = 0; h < 2; ++h) rounded[c][h] = biased[c][h] = 0.0f;
+    UNROLL for (int j = 0; j < 4; ++j)
       UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] = 0.0f;
   }
-  float top = HIDDEN, weight = 0.0f;
-  float unit = 0.0f, per_unit = 0.0f;     // scales of values are counted in units
 
   const int first = begin < stop ? begin / 16 * 16 : stop;
   for (int from = first + warp * 16; from < stop; from += STEP * U) {
     Words<BITS / 2> key[U][2][CK];
     Words<BITS / 4> value[U][4][CV];
-    Groups<S, CK> key_scale[U][4], key_bias[U][4];
-    Groups<S, CV> value_scale[U][4], value_bias[U][4];
+    Groups<S, CK> key_scale[U][2], key_bias[U][2];
+    Groups<S, CV> value_scale[U][2], value_bias[U][2];
     UNROLL for (int u = 0; u < U; ++u) {
       // A tile lies in one block: its tokens are at fixed distances. Those not of this split are hidden below.
       const int tile = from + u * STEP;
       const unsigned position = unsigned(tile < stop ? tile : stop - 1);
       const unsigned block = unsigned(tables[row * width + int(position / unsigned(BS))]);
       const long place = long((block * BS + unsigned(tile) % unsigned(BS)) * KV + kv_head);
-      UNROLL for (int n = 0; n < 2; ++n)
+      const long own = place + g * KV;
+      UNROLL for (int n = 0; n < 2; ++n) {
         UNROLL for (int c = 0; c < CK; ++c)
           key[u][n][c] = *reinterpret_cast<const Words<BITS / 2>*>(
-              k + (place + g * KV) * (CK * 2 * BITS) + t * (BITS / 2) + (n * 8 * KV * CK + c) * (2 * BITS));
-      const long pair = place + 2 * t * KV;
-      UNROLL for (int i = 0; i < 4; ++i) {
-        constexpr int STRIDES[4] = {0, KV, 8 * KV, 9 * KV};
+              k + own * (CK * 2 * BITS) + t * (BITS / 2) + (n * 8 * KV * CK + c) * (2 * BITS));
+        key_scale[u][n] = *reinterpret_cast<const Groups<S, CK>*>(ks + own * CK + n * 8 * KV * CK);
+        key_bias[u][n] = *reinterpret_cast<const Groups<S, CK>*>(kb + own * CK + n * 8 * KV * CK);
+        value_scale[u][n] = *reinterpret_cast<const Groups<S, CV>*>(vs + own * CV + n * 8 * KV * CV);
+        value_bias[u][n] = *reinterpret_cast<const Groups<S, CV>*>(vb + own * CV + n * 8 * KV * CV);
+      }
+      UNROLL for (int i = 0; i < 4; ++i) {  // tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
         UNROLL for (int c = 0; c < CV; ++c)
           value[u][i][c] = *reinterpret_cast<const Words<BITS / 4>*>(
-              v + pair * (CV * 2 * BITS) + g * (BITS / 4) + (STRIDES[i] * CV + c) * (2 * BITS));
-        key_scale[u][i] = *reinterpret_cast<const Groups<S, CK>*>(ks + pair * CK + STRIDES[i] * CK);
-        key_bias[u][i] = *reinterpret_cast<const Groups<S, CK>*>(kb + pair * CK + STRIDES[i] * CK);
-        value_scale[u][i] = *reinterpret_cast<const Groups<S, CV>*>(vs + pair * CV + STRIDES[i] * CV);
-        value_bias[u][i] = *reinterpret_cast<const Groups<S, CV>*>(vb + pair * CV + STRIDES[i] * CV);
+              v + (place + 2 * t * KV) * (CV * 2 * BITS) + g * (BITS / 4) +
+              ((i % 2 + i / 2 * 8) * KV * CV + c) * (2 * BITS));
       }
     }
     UNROLL for (int u = 0; u < U; ++u) {
-      float score[4];
-      bool hidden[4];                     // whatever the pool holds there
-      float now = top;
-      UNROLL for (int n = 0; n < 2; ++n) {
-        score[2 * n] = score[2 * n + 1] = 0.0f;
-        UNROLL for (int c = 0; c < CK; ++c) {
-          float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          UNROLL for (int s = 0; s < 4; ++s)
-            multiply(part, query[c][s][0], 0u, query[c][s][1], 0u, key_codes(key[u][n][c], s, 0),
-                     key_codes(key[u][n][c], s, 1), (const __half*)(nullptr));
-          UNROLL for (int i = 0; i < 2; ++i) {
-            const float scale = float(key_scale[u][2 * n + i].v[c]);
-            const float bias = float(key_bias[u][2 * n + i].v[c]) - OFFSET * scale;
-            score[2 * n + i] += scale * part[i] + bias * query_sum[c];
-          }
+      float score[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+      bool hidden[2];                     // whatever the pool holds there
+      UNROLL for (int c = 0; c < CK; ++c) {
+        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        UNROLL for (int s = 0; s < 4; ++s)
+          multiply(part, key_codes(key[u][0][c], s, 0), key_codes(key[u][1][c], s, 0),
+                   key_codes(key[u][0][c], s, 1), key_codes(key[u][1][c], s, 1), query[c][s][0], query[c][s][1],
+                   (const __half*)(nullptr));
+        UNROLL for (int n = 0; n < 2; ++n) {
+          const float scale = float(key_scale[u][n].v[c]);
+          const float bias = float(key_bias[u][n].v[c]) - OFFSET * scale;
+          UNROLL for (int h = 0; h < 2; ++h)
+            score[n][h] += scale * part[2 * n + h] + bias * query_sum[c][h];
         }
       }
-      UNROLL for (int i = 0; i < 4; ++i) {
-        score[i] *= factor;
-        if (HAS_SOFTCAP) score[i] = softcap * LOG2E * tanhf(score[i]);
-        const int token = from + u * STEP + 2 * t + i % 2 + i / 2 * 8;
-        hidden[i] = token < begin || token >= stop;
-        if (hidden[i]) score[i] = HIDDEN;
-        now = MAX(now, score[i]);
-      }
-      now = quad_most(now);
-      const float correction = EXP2(top - now);
-      top = now;
-      weight *= correction;
       float widest = 0.0f;
-      float scale[4][CV];
-      UNROLL for (int i = 0; i < 4; ++i) {
-        score[i] = EXP2(score[i] - now);
-        weight += score[i];
+      float scale[2][CV], bias[2][CV];
+      UNROLL for (int n = 0; n < 2; ++n) {
+        const int token = from + u * STEP + g + 8 * n;
+        hidden[n] = token < begin || token >= stop;
+        UNROLL for (int h = 0; h < 2; ++h) {
+          score[n][h] *= factor;
+          if (HAS_SOFTCAP) score[n][h] = softcap * LOG2E * tanhf(score[n][h]);
+          if (hidden[n]) score[n][h] = HIDDEN;
+        }
         UNROLL for (int c = 0; c < CV; ++c) {
-          scale[i][c] = hidden[i] ? 0.0f : float(value_scale[u][i].v[c]);
-          widest = MAX(widest, ABS(scale[i][c]));
+          scale[n][c] = hidden[n] ? 0.0f : float(value_scale[u][n].v[c]);
+          bias[n][c] = hidden[n] ? 0.0f : float(value_bias[u][n].v[c]);
+          widest = MAX(widest, ABS(scale[n][c]));
         }
       }
-      float shrink = correction;
-      if (__any_sync(0xffffffffu, widest > SPREAD * unit)) {  // the same tokens in each four lanes
-        const float fresh = MAX(quad_most(widest), unit);
-        shrink *= unit / fresh;
+      float correction[2], shrink[2];
+      UNROLL for (int h = 0; h < 2; ++h) {
+        const float now = most_of_tokens(MAX(top[h], MAX(score[0][h], score[1][h])));
+        shrink[h] = correction[h] = EXP2(top[h] - now);
+        top[h] = now;
+        UNROLL for (int n = 0; n < 2; ++n) score[n][h] = EXP2(score[n][h] - now);
+        weight[h] = weight[h] * correction[h] + (score[0][h] + score[1][h]);
+      }
+      if (__any_sync(0xffffffffu, widest > SPREAD * unit)) {
+        const float fresh = MAX(most_of_tokens(widest), unit);
+        UNROLL for (int h = 0; h < 2; ++h) shrink[h] *= unit / fresh;
         unit = fresh;
         per_unit = 1.0f / fresh;
       }
       UNROLL for (int c = 0; c < CV; ++c) {
-        float share[4];
-        biased[c] *= correction;
-        rounded[c] *= shrink;
-        UNROLL for (int i = 0; i < 4; ++i) {
-          share[i] = score[i] * (scale[i][c] * per_unit);
-          biased[c] += hidden[i] ? 0.0f : score[i] * float(value_bias[u][i].v[c]);
+        unsigned shares[2];
+        UNROLL for (int h = 0; h < 2; ++h) {
+          rounded[c][h] *= shrink[h];
+          biased[c][h] = biased[c][h] * correction[h] + score[0][h] * bias[0][c] + score[1][h] * bias[1][c];
         }
-        const unsigned early = halves(share[0], share[1], rounded[c]);
-        const unsigned late = halves(share[2], share[3], rounded[c]);
-        UNROLL for (int j = 0; j < 8; ++j) {
-          total[c][j][0] *= shrink;
-          total[c][j][1] *= shrink;
-          multiply(total[c][j], early, 0u, late, 0u, value_codes(value[u][0][c], value[u][1][c], j),
-                   value_codes(value[u][2][c], value[u][3][c], j), (const __half*)(nullptr));
+        UNROLL for (int n = 0; n < 2; ++n) {
+          const float by = scale[n][c] * per_unit;
+          shares[n] = transposed(halves(score[n][0] * by, score[n][1] * by, rounded[c][0], rounded[c][1]));
+        }
+        UNROLL for (int j = 0; j < 4; ++j) {
+          UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] *= shrink[i % 2];
+          multiply(total[c][j], value_codes(value[u][0][c], value[u][1][c], 2 * j),
+                   value_codes(value[u][0][c], value[u][1][c], 2 * j + 1),
+                   value_codes(value[u][2][c], value[u][3][c], 2 * j),
+                   value_codes(value[u][2][c], value[u][3][c], 2 * j + 1), shares[0], shares[1],
+                   (const __half*)(nullptr));
         }
       }
     }
   }
 
-  weight = quad_sum(weight);
-  UNROLL for (int c = 0; c < CV; ++c) {
-    rounded[c] = quad_sum(rounded[c]);
-    biased[c] = quad_sum(biased[c]);
-  }
-  if (t == 0 && g < GT) {
-    tops[warp * GT + g] = top;
-    weights[warp * GT + g] = weight;
+  UNROLL for (int h = 0; h < 2; ++h) {
+    weight[h] = sum_of_tokens(weight[h]);
+    UNROLL for (int c = 0; c < CV; ++c) {
+      rounded[c][h] = sum_of_tokens(rounded[c][h]);
+      biased[c][h] = sum_of_tokens(biased[c][h]);
+    }
+    if (g == 0 && 2 * t + h < GT) {
+      tops[warp * GT + 2 * t + h] = top[h];
+      weights[warp * GT + 2 * t + h] = weight[h];
+    }
   }
   BARRIER();
-  float most = HIDDEN;
-  if (g < GT)
-    for (int w = 0; w < WARPS; ++w) most = MAX(most, tops[w * GT + g]);
-  const float correction = EXP2(top - most);
+  float correction[2];
+  UNROLL for (int h = 0; h < 2; ++h) {
+    float most = HIDDEN;
+    if (2 * t + h < GT)
+      for (int w = 0; w < WARPS; ++w) most = MAX(most, tops[w * GT + 2 * t + h]);
+    correction[h] = EXP2(top[h] - most);
+  }
   for (int w = 0; w < WARPS; ++w) {
-    if (warp == w && g < GT) {
+    UNROLL for (int h = 0; h < 2; ++h) {
+      if (warp != w || 2 * t + h >= GT) continue;
       UNROLL for (int c = 0; c < CV; ++c) {
-        UNROLL for (int j = 0; j < 8; ++j) {
-          UNROLL for (int h = 0; h < 2; ++h) {
-            const int at = g * DV + c * 64 + t * 16 + h * 8 + j;
-            const float x = (unit * (total[c][j][h] - OFFSET * rounded[c]) + biased[c]) * correction;
-            sums[at] = w == 0 ? x : sums[at] + x;
-          }
+        UNROLL for (int i = 0; i < 8; ++i) {
+          const int at = (2 * t + h) * DV + c * 64 + g * 8 + i;
+          const float codes = total[c][i / 2][i % 2 * 2 + h] - OFFSET * rounded[c][h];
+          const float x = (unit * codes + biased[c][h]) * correction[h];
+          sums[at] = w == 0 ? x : sums[at] + x;
         }
       }
     }

@@ -99,6 +99,21 @@ void multiply(float* c, Fragments mine) {
   warp_barrier();
 }
 
+// movmatrix m8n8 b16: row r is in lanes 4 r ... 4 r + 3, two elements each.
+inline unsigned transpose(unsigned mine) {
+  const int me = group.current, warp = me / 32 * 32;
+  lanes_of_block[me].a[0] = mine;
+  warp_barrier();
+  unsigned result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int from = me % 4 * 2 + i, column = me % 32 / 4;
+    const unsigned pair = lanes_of_block[warp + from * 4 + column / 2].a[0];
+    result |= (pair >> column % 2 * 16 & 0xffffu) << i * 16;
+  }
+  warp_barrier();
+  return result;
+}
+
 inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body) {
   grid_dim = blocks;
   block_dim = {uint(threads), 1, 1};
@@ -111,6 +126,7 @@ inline void multiply(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a
                      const T*) {
   shim::multiply<T>(c, {{a0, a1, a2, a3}, {b0, b1}});
 }
+inline unsigned transposed(unsigned x) { return shim::transpose(x); }
 inline uint4 cached(const void* at) {
   uint4 value;
   std::memcpy(&value, at, 16);
