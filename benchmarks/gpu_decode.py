@@ -43,7 +43,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore
-from headrace.runner.step_graphs import StepGraphs
+from headrace.runner.step_graphs import Recorder, StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 
@@ -75,7 +75,8 @@ class HeadraceStep:
         pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu(), store=store)
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
-        self.graphs = StepGraphs.for_device(GRAPH_BYTES)
+        recorder = Recorder.for_device()
+        self.graphs = None if recorder is None else StepGraphs(recorder, GRAPH_BYTES)
         self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs)
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
@@ -126,9 +127,8 @@ def prepare(model: nn.Module) -> str:
     install(choice.kernel)
     fuse_projections(model)
     note = choice.note
-    replayed = StepGraphs.for_device(GRAPH_BYTES) is not None
     if _on_gpu() and not mx.metal.is_available():
-        note = f"{note}; {substitute_decode_products(model, PoolStore.checked(), replayed=replayed)}"
+        note = f"{note}; {substitute_decode_products(model, PoolStore.checked(), Recorder.for_device())}"
     substitute_head(model)
     return note
 

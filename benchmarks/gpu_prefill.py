@@ -22,6 +22,8 @@ measured at the start. Engines take turns cell by cell; the JSON is written afte
 projections fused as the server does; decode kernels play no part and are left out, their start is slow.
 """
 
+# ruff: noqa: E402 (MLX reads its settings when it is imported)
+
 from __future__ import annotations
 
 import argparse
@@ -33,6 +35,10 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from headrace.runner import mlx_environment
+
+mlx_environment.prepare()  # as a worker does; mlx-lm here runs under the same settings
 
 import mlx.core as mx
 import mlx.nn as nn

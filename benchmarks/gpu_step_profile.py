@@ -15,6 +15,8 @@ Steps as in gpu_decode.py. Three turns per cell, each of ``--steps`` steps:
 Without PyTorch in this interpreter, or without a GPU, the device's part says so and is left out.
 """
 
+# ruff: noqa: E402 (MLX reads its settings when it is imported)
+
 from __future__ import annotations
 
 import argparse
@@ -29,6 +31,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from headrace.runner import mlx_environment
+
+mlx_environment.prepare()  # as a worker does
 
 import mlx.core as mx
 

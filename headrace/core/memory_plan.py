@@ -53,16 +53,18 @@ class FixedMemory:
         scratch: of attention over gathered context, where an implementation needs it; of a model that computes
             attention itself what its forwards may hold (``ContextScratch.nbytes``).
         buffer_cache: freed buffers that the allocator may keep.
+        step_graphs: arrays that recorded decode steps may keep (CUDA).
     """
 
     weights: int
     activations: int = 0
     scratch: int = 0
     buffer_cache: int = 0
+    step_graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.scratch + self.buffer_cache
+        return self.weights + self.activations + self.scratch + self.buffer_cache + self.step_graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class MemoryPlan:
             ("attention scratch", fixed.scratch),
             ("buffer cache", fixed.buffer_cache),
         ]
+        if fixed.step_graphs:
+            rows.append(("recorded steps", fixed.step_graphs))
         for g, group in enumerate(self.layout.groups):
             rows.append((f"KV pool {group.name}", (self.num_blocks[g] + 1) * self.layout.block_bytes(g)))
         rows.append(("unused", self.budget_bytes - fixed.total - self.pool_bytes))

@@ -52,10 +52,11 @@ from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore, Store
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
-from headrace.runner.step_graphs import StepGraphs
+from headrace.runner.step_graphs import Recorder, StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
+from headrace.runner.substitutions.narrow_linear import NarrowLinear
 from headrace.runner.substitutions.native_norm import substitute_norms
 from headrace.runner.substitutions.rotary import substitute_rotary
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
@@ -67,7 +68,8 @@ log = logging.getLogger("headrace.runner")
 
 Progress = Callable[[str, float], None]
 # MLX keeps freed buffers for reuse; without a bound they can grow to several times the live memory.
-STEP_GRAPH_BYTES = 1 << 30
+# Of the device's memory, what recorded decode steps may keep.
+STEP_GRAPH_SHARE = 1 / 32
 BUFFER_CACHE_BYTES = {"cpu": 256 << 20, "metal": 1 << 30, "cuda": 2 << 30}
 
 
@@ -106,7 +108,7 @@ class _Prepared:
     head_major: bool
     attention: str
     store: Store | None
-    graphs: StepGraphs | None
+    recorder: Recorder | None
     cache: StartCache
     known: StartFacts | None
 
@@ -144,7 +146,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         prepared.vocab_size,
         options,
         GrammarMasks(grammars, prepared.vocab_size),
-        prepared.graphs,
+        None if prepared.recorder is None else StepGraphs(prepared.recorder, plan.fixed.step_graphs),
     )
     warm_up(runner, plan, prepared.found.layout, config, progress)
     if kernels is not None:
@@ -193,8 +195,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         substitute_rotary(model, operations)
         if operations is not None:
             substitute_norms(model, operations)
-    if not head_major:
-        fuse_projections(model)
+    fuse_projections(model, (NarrowLinear,) if head_major else (nn.Linear, nn.QuantizedLinear))
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
     softcap = substitute_softcapped_attention(model)
@@ -202,16 +203,17 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     install(choice.kernel)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
-    graphs = None if gpu_store is None else StepGraphs.for_device(STEP_GRAPH_BYTES)
+    compiled = config.compile if config.compile is not None else not head_major
+    recorder = Recorder.for_device() if compiled and gpu_store is not None else None
     if device.kind == "cuda":
         settle_small_parameters(model)
         bits = BITS.get(config.kv_cache_dtype)
-        log.info(substitute_decode_products(model, gpu_store, bits=bits, replayed=graphs is not None))
+        log.info(substitute_decode_products(model, gpu_store, recorder, bits=bits))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
     wanted = RunnerOptions(
-        compile=config.compile if config.compile is not None else not head_major,
+        compile=compiled,
         max_prefill_rows=8,
         decode_kernel=choice.kernel is not None,
     )
@@ -230,14 +232,16 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         if wanted.decode_kernel and not options.decode_kernel:
             install(None)
     attention = choice.note
-    if head_major and not options.decode_kernel:
+    if head_major and (options.materialize or not options.decode_kernel):
         store = None  # steps that hold much wait for each other
     if options.materialize:
         attention = "reference attention: the model computes its own"
     elif wanted.decode_kernel and not options.decode_kernel:
         attention = "reference attention: the kernel reads packed KV wrongly here"
+    if recorder is not None:
+        attention += "; decode steps are recorded and replayed"
     return _Prepared(
-        loaded, found, selector, options, vocab_size, head_major, attention, store, graphs, cache, known
+        loaded, found, selector, options, vocab_size, head_major, attention, store, recorder, cache, known
     )
 
 
@@ -268,6 +272,7 @@ def _plan(
         weights=prepared.loaded.weights_bytes,
         scratch=_scratch_bytes(prepared),
         buffer_cache=BUFFER_CACHE_BYTES[device.kind],
+        step_graphs=step_graph_bytes(device.kind, device.working_set_bytes),
     )
     options, own, cost = prepared.options, None, _context_cost(prepared)
     if cost is not None:
@@ -281,9 +286,14 @@ def _plan(
     return plan_memory(prepared.found.layout, memory, fixed, config, trained, own), options
 
 
+def step_graph_bytes(kind: str, working_set: int) -> int:
+    """What recorded decode steps (``step_graphs.py``) may keep on a device of ``kind``."""
+    return int(working_set * STEP_GRAPH_SHARE) if kind == "cuda" else 0
+
+
 def _scratch_bytes(prepared: _Prepared) -> int:
     """Of attention, beside its result."""
-    if prepared.head_major and prepared.options.decode_kernel:
+    if prepared.head_major and prepared.options.decode_kernel and not prepared.options.materialize:
         return native_attention.scratch_bytes(usable_cores())
     return scratch_bytes(head_major=prepared.head_major)
 

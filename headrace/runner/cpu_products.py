@@ -1,9 +1,10 @@
 """Whether weights stay narrow on this CPU: the extension is built, checked and measured.
 
 The check compares products with NumPy's in float64 over all forms, and rows alone with rows in company, which must
-be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with
-float32 ones as MLX computes them here. What came of it is kept in the cache folder, so that a model is held in the
-same form at every start. Whatever is missing or wrong, the answer is no, with the reason.
+be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with float32
+ones as MLX computes them here; without AVX-512 it need not be taken. What came of it is kept in the cache folder,
+so that a model is held in the same form at every start. Whatever is missing or wrong, the answer is no, with the
+reason.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +85,8 @@ def nothing(note: str) -> NarrowChoice:
 
 def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     """The choice for this machine. ``load`` gives the extension module, by default it is built."""
+    if load is None and "avx512f" not in cpu_features().split():
+        return nothing("weights are widened: products over narrow weights are slow without AVX-512")
     try:
         products = NarrowProducts((load or _load)())
     except native_extension.ExtensionError as error:
@@ -163,7 +167,7 @@ def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
 
 def _measure(products: NarrowProducts) -> Measured:
     key = _key(products)
-    cache = _cache_file()
+    cache = _cache_file(key)
     if cache is not None:
         known = _read(cache)
         if known is not None and known.key == key:
@@ -187,7 +191,7 @@ def _measure(products: NarrowProducts) -> Measured:
         rates.append((best[0] / best[1], best[0] / best[2]))
     measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates))
     if cache is not None:
-        with appearing(cache) as temporary:
+        with suppress(OSError), appearing(cache) as temporary:  # a full disk costs time at the next start
             temporary.write_bytes(msgspec.json.encode(measured))
     return measured
 
@@ -199,9 +203,9 @@ def _key(products: NarrowProducts) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _cache_file() -> Path | None:
+def _cache_file(key: str) -> Path | None:
     try:
-        return cache_folder("extensions") / "narrow_products.json"
+        return cache_folder("extensions") / f"narrow_products-{key[:16]}.json"
     except StartupError:
         return None
 

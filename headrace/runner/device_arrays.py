@@ -8,6 +8,7 @@ of 5 us took 27 (one H200). So constants are made by an operation of the device,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +26,13 @@ def on_device(array: mx.array) -> mx.array:
     copy = array + mx.zeros_like(array)
     mx.eval(copy)
     return copy
+
+
+def sent_together(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Int32 arrays of the host as parts of one array that an operation of the device makes; lazy."""
+    flat = mx.concatenate([*(array.reshape(-1) for array in arrays), mx.zeros(MARK_SHAPE, mx.int32)])
+    ends = accumulate(array.size for array in arrays)
+    return [flat[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends, strict=True)]
 
 
 class DeviceConstants:

@@ -22,7 +22,7 @@ from headrace.core.memory_plan import DeviceMemory, FixedMemory, own_attention_s
 from headrace.runner import cpu_products
 from headrace.runner.activation import sampler_bytes
 from headrace.runner.attention.reference import scratch_bytes
-from headrace.runner.build import BUFFER_CACHE_BYTES, trained_len
+from headrace.runner.build import BUFFER_CACHE_BYTES, step_graph_bytes, trained_len
 from headrace.runner.context_cost import computes_own_attention, estimate_context_cost
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
@@ -77,6 +77,7 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
         activations=activations,
         scratch=scratch_bytes(head_major=kind == "cpu"),
         buffer_cache=BUFFER_CACHE_BYTES[kind],
+        step_graphs=step_graph_bytes(kind, device.working_set),
     )
     own = None
     substitute_softcapped_attention(model, check=False)

@@ -102,9 +102,13 @@ EXACT: Final[dict[str, tuple[int, int, Callable[[Bytes], Unpacked]]]] = {
 }
 
 
-def packed_rows(kind: str, rows: Bytes) -> tuple[npt.NDArray[np.uint32], Floats, Floats]:
-    """Rows of ``kind`` [rows, bytes] as MLX words [rows, values * bits / 32], scales and biases [rows, groups]."""
-    bits, block_bytes, unpack = EXACT[kind]
+def packed_rows(kind: str, rows: Bytes, bits: int | None = None) -> tuple[npt.NDArray[np.uint32], Floats, Floats]:
+    """Rows of ``kind`` [rows, bytes] as MLX words [rows, values * bits / 32], scales and biases [rows, groups].
+
+    ``bits``: the type's own, or more.
+    """
+    own, block_bytes, unpack = EXACT[kind]
+    bits = bits or own
     num_rows = len(rows)
     quants, scales, biases = unpack(rows.reshape(-1, block_bytes))
     width = quants.size // num_rows

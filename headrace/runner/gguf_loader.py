@@ -32,8 +32,8 @@ Array = npt.NDArray[Any]
 
 PLAIN_TYPES: Final = ("F32", "F16", "BF16", "F64")
 _NARROW_TYPES: Final = {"F16": mx.float16, "BF16": mx.bfloat16}
-# Types whose scales and biases are numbers of float16 in the file, or 8 or 128 times such a number.
-_HALF_SCALES: Final = ("Q4_0", "Q4_1", "Q8_0")
+# Types whose scales and biases are numbers of float16 in the file, or 8, 16 or 128 times such a number.
+_HALF_SCALES: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 REPACKED_BITS: Final = 8
 # Values handled at a time, so that a large embedding does not need its float32 form all at once.
 TILE_VALUES: Final = 1 << 24
@@ -182,7 +182,7 @@ def _packed_piece(files: ModelFiles, name: str, tensor: GGUFTensor, packing: Pac
 
 def _packed_tile(tensor: GGUFTensor, raw: Array, packing: Packing, dtype: mx.Dtype) -> tuple[mx.array, ...]:
     if tensor.type in EXACT:
-        words, scales, biases = (mx.array(part) for part in packed_rows(tensor.type, raw))
+        words, scales, biases = (mx.array(part) for part in packed_rows(tensor.type, raw, packing.bits))
     else:
         values = mx.array(_dequantized(tensor, raw))
         words, scales, biases = mx.quantize(values, group_size=packing.group_size, bits=packing.bits)

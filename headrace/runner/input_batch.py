@@ -59,21 +59,34 @@ class BundleLimits:
     total_tokens: int
 
 
+@dataclass(slots=True)
+class HostInts:
+    """Integers of a forward, on the host; ``array``: the device's copy, made when it is first wanted."""
+
+    values: Ints
+    _array: mx.array | None = None
+
+    @property
+    def array(self) -> mx.array:
+        if self._array is None:
+            self._array = mx.array(self.values)
+        return self._array
+
+
 # A row's block table in one group, and which of its blocks a forward reads: first, last + 1.
 _Span = tuple[tuple[int, ...], int, int]
 
 
 @dataclass(slots=True)
 class _Tables:
-    """Block tables ``[B, W]`` of one group and the positions ``[B]`` of their first slots, on host and device.
+    """Block tables ``[B, W]`` of one group and the positions ``[B]`` of their first slots.
 
     Those of decode forwards are kept: from one step to the next hardly a row's changes.
     """
 
     spans: list[_Span]
-    tables: Ints
-    bases: Ints
-    arrays: tuple[mx.array, mx.array]
+    tables: HostInts
+    bases: HostInts
 
     @staticmethod
     def made(spans: list[_Span], total: int, width: int, block_size: int) -> _Tables:
@@ -81,21 +94,22 @@ class _Tables:
         for index, (table, first, last) in enumerate(spans):
             tables[index, : last - first] = table[first:last]
             bases[index] = first * block_size
-        return _Tables(spans, tables, bases, (mx.array(tables), mx.array(bases)))
+        return _Tables(spans, HostInts(tables), HostInts(bases))
 
     def update(self, spans: list[_Span], block_size: int) -> None:
         """Write the rows that changed; as many spans as before."""
+        tables, bases = self.tables.values, self.bases.values
         changed = False
         for index, ((table, first, last), before) in enumerate(zip(spans, self.spans, strict=True)):
             if table is before[0] and first == before[1] and last == before[2]:
                 continue
             changed = True
-            self.tables[index] = 0
-            self.tables[index, : last - first] = table[first:last]
-            self.bases[index] = first * block_size
+            tables[index] = 0
+            tables[index, : last - first] = table[first:last]
+            bases[index] = first * block_size
         if changed:
             self.spans = spans
-            self.arrays = (mx.array(self.tables), mx.array(self.bases))
+            self.tables, self.bases = HostInts(tables), HostInts(bases)
 
 
 # Rows are bundled while the longest has at most this many times the blocks of the shortest; below three it does
@@ -132,10 +146,7 @@ class InputBatchBuilder:
     def build(self, rows: Sequence[ScheduledRow], length: int, *, num_rows: int | None = None) -> ForwardBatch:
         """Batch of one forward ``[num_rows or len(rows), length]``; rows beyond ``rows`` are padding."""
         total = num_rows or len(rows)
-        starts = np.zeros(total, np.int32)
-        ends = np.ones(total, np.int32)
-        starts[: len(rows)] = [row.start for row in rows]
-        ends[: len(rows)] = [row.start + row.num_tokens for row in rows]
+        starts, ends = _bounds(rows, total)
         groups = [self._group(group, rows, length, total) for group in range(len(self.layout.groups))]
         return ForwardBatch(
             offsets=mx.array(starts),
@@ -144,6 +155,15 @@ class InputBatchBuilder:
             lengths=[row.num_tokens for row in rows],
             groups=groups,
         )
+
+    def decode_inputs(self, rows: Sequence[ScheduledRow], num_rows: int) -> list[HostInts]:
+        """A gathering decode forward ``[num_rows, 1]`` reads offsets and ends, per group slots, tables, bases."""
+        inputs = [HostInts(values) for values in _bounds(rows, num_rows)]
+        for group, kind in enumerate(self.layout.groups):
+            firsts = [self._first_position(row, kind.window) for row in rows]
+            found = self._tables(group, rows, firsts, num_rows)
+            inputs += [HostInts(self._slots(group, rows, 1, num_rows)), found.tables, found.bases]
+        return inputs
 
     def _group(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> GroupBatch:
         window = self.layout.groups[group].window
@@ -154,8 +174,8 @@ class InputBatchBuilder:
             bundles = self._bundle(group, rows, firsts) if length == 1 and self._bundles is not None else []
             return GroupBatch(window, slots, runs=runs, firsts=firsts, bundles=bundles)
         found = self._tables(group, rows, firsts, total)
-        tables, bases = found.arrays
-        return GroupBatch(window, slots, firsts=found.bases.tolist(), tables=tables, bases=bases)
+        firsts = found.bases.values.tolist()
+        return GroupBatch(window, slots, firsts=firsts, tables=found.tables.array, bases=found.bases.array)
 
     def _slots(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> Ints:
         size = self.layout.block_size
@@ -264,11 +284,19 @@ class InputBatchBuilder:
             return _Tables.made(spans, total, bucket(needed), size)
         width = coarse_bucket(needed) if self._coarse_decode else bucket(needed)
         kept = self._decode_tables.get(group)
-        if kept is None or kept.tables.shape != (total, width) or len(kept.spans) != len(spans):
+        if kept is None or kept.tables.values.shape != (total, width) or len(kept.spans) != len(spans):
             kept = self._decode_tables[group] = _Tables.made(spans, total, width, size)
         else:
             kept.update(spans, size)
         return kept
+
+
+def _bounds(rows: Sequence[ScheduledRow], total: int) -> tuple[Ints, Ints]:
+    """Position of each row's first token, and its context's length after the forward."""
+    starts, ends = np.zeros(total, np.int32), np.ones(total, np.int32)
+    starts[: len(rows)] = [row.start for row in rows]
+    ends[: len(rows)] = [row.start + row.num_tokens for row in rows]
+    return starts, ends
 
 
 def token_array(rows: Sequence[ScheduledRow], length: int) -> Ints:

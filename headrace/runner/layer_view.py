@@ -9,11 +9,12 @@ same write, then the rows' whole context gathered into padded arrays and a boole
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.device_arrays import sent_together
 from headrace.runner.kv_pool import KVPool
 
 
@@ -74,6 +75,20 @@ class ForwardBatch:
     starts: Sequence[int]
     lengths: Sequence[int]
     groups: Sequence[GroupBatch]
+
+
+def on_device(batch: ForwardBatch) -> ForwardBatch:
+    """A gathering reader's batch whose arrays, which every layer reads, are in the device's own memory."""
+    arrays = [batch.offsets, batch.ends]
+    for group in batch.groups:
+        assert group.tables is not None and group.bases is not None
+        arrays += [group.slots, group.tables, group.bases]
+    offsets, ends, *rest = sent_together(arrays)
+    groups = [
+        replace(group, slots=slots, tables=tables, bases=bases)
+        for group, slots, tables, bases in zip(batch.groups, rest[::3], rest[1::3], rest[2::3], strict=True)
+    ]
+    return replace(batch, offsets=offsets, ends=ends, groups=groups)
 
 
 class PagedMask:

@@ -16,7 +16,7 @@ Forms, best first, unless the caller says (facts measured per device):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -252,6 +252,11 @@ def matrices_of(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if type(module) in KINDS}
 
 
+def narrowable(packing: Packing) -> Packing:
+    """With 8 bits where there are 5 to 7: the integers are the same."""
+    return replace(packing, bits=8) if packing.bits in (5, 6, 7) else packing
+
+
 def _stays(packing: Packing) -> bool:
     return takes_packing(packing.bits, packing.group_size, packing.mode)
 
@@ -291,7 +296,8 @@ def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]
         if not form.narrow:
             return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
         exact = gguf_loader.exact(files)
-        packings = {path: packings[path] for path in packings.keys() & exact & matrices if _stays(packings[path])}
+        packings = {path: narrowable(packings[path]) for path in packings.keys() & exact & matrices}
+        packings = {path: packing for path, packing in packings.items() if _stays(packing)}
         narrow = matrices if "plain" in form.narrow else set()
         return Plan(form, packings, gguf_loader.pieces(files, packings, dtype, exact_scales=True, narrow=narrow))
 

@@ -35,13 +35,20 @@ from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.attention.slices import bundle_limits
 from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks, StepMasks
-from headrace.runner.input_batch import InputBatchBuilder, bucket, coarse_bucket, prefill_length, token_array
+from headrace.runner.input_batch import (
+    HostInts,
+    InputBatchBuilder,
+    bucket,
+    coarse_bucket,
+    prefill_length,
+    token_array,
+)
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, on_device
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
-from headrace.runner.step_graphs import StepGraphs
+from headrace.runner.step_graphs import STEPS_TO_SETTLE, StepGraphs
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -141,7 +148,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._options = options
         self._view = MaterializedView if options.materialize else LayerView
-        slices = pool.head_major and not options.decode_kernel
+        slices = pool.head_major and (options.materialize or not options.decode_kernel)
         self._inputs = InputBatchBuilder(
             layout,
             slices=slices,
@@ -161,6 +168,11 @@ class ModelRunner:
     def compiled(self) -> bool:
         """Whether the decode forward is traced per bucket of shapes."""
         return self._decode_forward is not None
+
+    @property
+    def steps_to_settle(self) -> int:
+        """Decode steps of a bucket of shapes until nothing about them is still being prepared."""
+        return 1 if self._graphs is None else STEPS_TO_SETTLE
 
     def decode_width(self, blocks: int) -> int:
         """Width of the block table of a decode forward whose longest row has ``blocks`` blocks."""
@@ -272,6 +284,10 @@ class ModelRunner:
         handle.sampled = sampled
         self._newest = (sampled.tokens, {row.seq_id: index for index, row in enumerate(handle.rows)})
 
+    def read(self, arrays: Sequence[mx.array]) -> list[np.ndarray]:
+        """What arrays of a finished step hold."""
+        return [np.array(array) for array in arrays] if self._graphs is None else self._graphs.read(arrays)
+
     @staticmethod
     def _arrays(handle: StepHandle) -> list[mx.array]:
         arrays = handle.sampled.arrays() if handle.sampled is not None else []
@@ -334,9 +350,11 @@ class ModelRunner:
         if len(rows) == 1 and rows[0].prompt_targets:
             return self._prefill_with_logprobs(rows[0], prompt_logprobs)
         length = max(row.num_tokens for row in rows)
-        if not self._pool.head_major and not self._options.materialize:
+        if self._pool.head_major or self._options.materialize:
+            batch = self._inputs.build(rows, length)
+        else:
             length = prefill_length(length)
-        batch = self._inputs.build(rows, length)
+            batch = on_device(self._inputs.build(rows, length))
         wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
         self._selector.last_of(batch.lengths, length, keep=bool(wanted))
         logits = self._forward(mx.array(token_array(rows, length)), batch)
@@ -384,25 +402,23 @@ class ModelRunner:
             ends = accumulate(map(len, parts))
             pairs = [(part, tokens[end - len(part) : end]) for part, end in zip(parts, ends, strict=True)]
             return tokens, mx.concatenate([self._decode_part(part, fed) for part, fed in pairs])
-        batch = self._inputs.build(rows, 1, num_rows=padded)
         self._selector.all_positions()
         if self._decode_forward is None:
-            logits = self._forward(tokens[:, None], batch)[:, 0]
+            logits = self._forward(tokens[:, None], self._inputs.build(rows, 1))[:, 0]
             self._forwards.append([logits])
             return tokens, logits
-        sent = [batch.offsets, batch.ends]
-        sent += [array for group in batch.groups for array in _gather_arrays(group)]
+        sent = self._inputs.decode_inputs(rows, padded)
         run = self._decode_compiled if self._graphs is None else partial(self._graphs.run, self._decode_compiled)
         logits, self._pool.changes = run(tokens, sent, self._pool.marks)
         self._forwards.append([logits])
         return tokens[: len(rows)], logits[: len(rows)]
 
     def _decode_compiled(
-        self, tokens: mx.array, arrays: Sequence[mx.array], marks: list[mx.array]
+        self, tokens: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """The compiled forward over ``offsets``, ``ends`` and the groups' arrays; logits and changes."""
+        """The compiled forward over what ``decode_inputs`` gives; logits and changes."""
         assert self._decode_forward is not None
-        offsets, ends, *rest = arrays
+        offsets, ends, *rest = [ints.array for ints in inputs]
         groups = list(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
         logits, changes = self._decode_forward(self._pool.state, marks, tokens, offsets, ends, groups)
         return logits, changes
@@ -487,11 +503,6 @@ class ModelRunner:
         return sample(joined, batch, fed)
 
 
-def _gather_arrays(group: GroupBatch) -> tuple[mx.array, mx.array, mx.array]:
-    assert group.tables is not None and group.bases is not None, "a compiled forward gathers"
-    return group.slots, group.tables, group.bases
-
-
 def _part_of(row: ScheduledRow, first: int, count: int) -> ScheduledRow:
     return ScheduledRow(
         seq_id=row.seq_id,
@@ -514,7 +525,7 @@ def _sampled_tokens(handle: StepHandle) -> dict[int, int]:
     """seq_id -> token of a finished step."""
     if handle.sampled is None:
         return {}
-    tokens: list[int] = np.array(handle.sampled.tokens).tolist()
+    tokens: list[int] = handle.runner.read([handle.sampled.tokens])[0].tolist()
     return {row.seq_id: token for row, token in zip(handle.rows, tokens, strict=True)}
 
 
@@ -524,8 +535,9 @@ def _to_host(handle: StepHandle, duration: float) -> StepResult:
     failed: dict[int, str] = {}
     refused = dict(handle.refused)
     if handle.sampled is not None:
-        tokens: list[int] = np.array(handle.sampled.tokens).tolist()
-        finite: list[bool] = np.array(handle.sampled.finite).tolist()
+        tokens, finite = (
+            values.tolist() for values in handle.runner.read([handle.sampled.tokens, handle.sampled.finite])
+        )
         logprobs = iter(
             _logprob_lists(handle.sampled.logprobs, handle.sampled.top_ids, handle.sampled.top_logprobs)
         )

@@ -6,6 +6,7 @@ takes the same number of bytes as the weights it is made from, up to a last stri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ def narrow_packed(words: mx.array, scales: mx.array, biases: mx.array, bits: int
     return NarrowMatrix(form, strips.reshape(len(strips), -1))
 
 
-def stacked(matrices: list[NarrowMatrix]) -> NarrowMatrix | None:
+def stacked(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     """The matrices' outputs one after the other; None where they do not fit together."""
     first = matrices[0].form
     if any(_but_outputs(one.form) != _but_outputs(first) for one in matrices):
@@ -127,26 +128,31 @@ class NarrowProducts:
 
     def product(self, x: mx.array, matrix: NarrowMatrix, bias: mx.array | None = None) -> mx.array:
         """float32 ``x [..., inputs] · matrixᵀ + bias``: ``[..., outputs]``."""
-        form = matrix.form
-        result: mx.array = self._module.product(
-            x, matrix.strips, bias, outputs=form.outputs, bits=form.bits, group=form.group, scale=form.scale
-        )
-        return result
+        return self._product(x, matrix, bias)[0]
+
+    def parts(
+        self, x: mx.array, matrix: NarrowMatrix, bias: mx.array | None, widths: Sequence[int]
+    ) -> list[mx.array]:
+        """The product cut into arrays of these widths, all but the last of them multiples of ``STRIP``."""
+        return self._product(x, matrix, bias, widths=list(widths))
 
     def gated(self, x: mx.array, matrix: NarrowMatrix) -> mx.array:
         """``silu(x · gateᵀ) * (x · otherᵀ)`` of an ``interleaved`` matrix: ``[..., outputs / 2]``."""
+        return self._product(x, matrix, None, gated=True)[0]
+
+    def _product(self, x: mx.array, matrix: NarrowMatrix, bias: mx.array | None, **further: Any) -> list[mx.array]:
         form = matrix.form
-        result: mx.array = self._module.product(
+        results: list[mx.array] = self._module.product(
             x,
             matrix.strips,
-            None,
+            bias,
             outputs=form.outputs,
             bits=form.bits,
             group=form.group,
             scale=form.scale,
-            gated=True,
+            **further,
         )
-        return result
+        return results
 
     def rows(self, index: mx.array, matrix: NarrowMatrix) -> mx.array:
         """Weights of the outputs ``index [...]``, float32 ``[..., inputs]``."""

@@ -20,6 +20,8 @@ from headrace.runner.sampling_batch import History, LogitEdits, SamplingBatch, T
 
 # Truncation on the CPU sorts this many candidates and falls back to a full sort when they are too few.
 CANDIDATES = 256
+# Thread blocks that keep a large GPU busy.
+_GPU_BLOCKS = 1024
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
     logits = logits.astype(mx.float32)
     if batch.edits is not None:
         logits = _replace_rows(logits, batch.edits.rows, partial(_edit, batch.edits, inputs))
-    tokens = _argmax(logits).astype(mx.int32)
+    tokens = _argmax(logits)
     if batch.random is not None:
         chosen = batch.random
         scaled = _rows(logits, chosen.rows) / mx.array(chosen.temperatures)[:, None]
@@ -67,8 +69,7 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
             tokens = drawn
         else:
             tokens[mx.array(chosen.rows)] = drawn
-    # Two operations; isfinite is six.
-    finite = mx.abs(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0] < mx.inf
+    finite = _finite(logits, tokens)
     result = Sampled(tokens, finite)
     if batch.logprob_rows:
         rows = None if len(batch.logprob_rows) == logits.shape[0] else batch.logprob_rows
@@ -79,19 +80,41 @@ def sample(logits: mx.array, batch: SamplingBatch, inputs: mx.array | None = Non
 
 
 def _argmax(logits: mx.array) -> mx.array:
-    """Ids ``[R]`` of the largest of ``logits [R, V]``, the smallest among equals.
+    """Ids ``[R]`` int32 of the largest of ``logits [R, V]``, the smallest among equals."""
+    if mx.default_device() == mx.gpu:
+        return argmax_in_parts(logits)
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
 
-    MLX gives a row to one thread block of a GPU: 50 us for 32 rows of 128256 (one H200). Parts of rows first.
+
+@mx.compile
+def argmax_in_parts(logits: mx.array) -> mx.array:
+    """``_argmax`` for a GPU, where MLX gives a row to one thread block: 50 us for 32 rows of 128256 (one H200).
+
+    The rows' parts first, about as many as such a device holds blocks; then the best of the parts.
     """
     rows, vocab = logits.shape
-    parts = next((parts for parts in range(128, 31, -1) if vocab % parts == 0), 0)
-    if mx.default_device() != mx.gpu or rows < 4 or not parts:
-        return mx.argmax(logits, axis=-1)
+    most = max(1, _GPU_BLOCKS // rows)
+    parts = next(parts for parts in range(min(most, 128), 0, -1) if vocab % parts == 0)
     pieces = logits.reshape(rows, parts, vocab // parts)
     best = mx.argmax(pieces, axis=-1, keepdims=True)
+    if parts == 1:
+        return best[:, 0, 0].astype(mx.int32)
     part = mx.argmax(mx.take_along_axis(pieces, best, axis=-1)[..., 0], axis=-1, keepdims=True)
     found = part * (vocab // parts) + mx.take_along_axis(best[..., 0], part, axis=-1)
-    return found[:, 0]
+    return found[:, 0].astype(mx.int32)
+
+
+def _finite(logits: mx.array, tokens: mx.array) -> mx.array:
+    """``[R]`` bool: whether the logit of each row's token is finite."""
+    if mx.default_device() == mx.gpu:
+        return _compiled_finite(logits, tokens)
+    return mx.isfinite(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0]
+
+
+@mx.compile
+def _compiled_finite(logits: mx.array, tokens: mx.array) -> mx.array:
+    # Compiled, because a constant that stands alone is an array of its own, which a GPU waits for.
+    return mx.abs(mx.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0] < mx.inf
 
 
 def token_logprobs(

@@ -26,6 +26,7 @@ import numpy as np
 
 from headrace.runner import small_rows_source as source
 from headrace.runner.kernel_language import compile_ahead, cuda_kernel
+from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import Cost, compiled_cost
 
 MAX_ROWS = 128
@@ -205,15 +206,15 @@ class SmallRowsKernel:
 
     Args:
         own: the kernel; None: the CUDA one.
-        replayed: decode steps are recorded and replayed, so that an operation costs the host nothing.
+        recorder: where decode steps are recorded and replayed, so that an operation costs the host nothing.
 
     Attributes:
         faults: what was wrong with the kernel, one line each; empty when nothing was.
     """
 
-    def __init__(self, own: Products | None = None, *, replayed: bool = False) -> None:
+    def __init__(self, own: Products | None = None, recorder: Recorder | None = None) -> None:
         self._own: Products = own or KernelProducts()
-        self._replayed = replayed
+        self._recorder = recorder
         self._wins: dict[tuple[Any, ...], bool] = {}
         self._costs: dict[tuple[Any, ...], tuple[Cost, Cost]] = {}  # of right ones: the kernel's, MLX's
         self.faults: list[str] = []
@@ -269,9 +270,7 @@ class SmallRowsKernel:
                 right = worst <= TOLERANCE
                 if not right:
                     self.faults.append(f"{_words(key)}: differs by {worst:.2g}")
-                own, plain = (_cost(by, products, x) for by in (self._own, plain_product))
-                if self._replayed:
-                    own, plain = own.without_host(), plain.without_host()
+                own, plain = (_cost(by, products, x, self._recorder) for by in (self._own, plain_product))
                 self._wins[key] = right and own.beats(plain)
                 if right:
                     self._costs[key] = own, plain
@@ -311,13 +310,17 @@ class SmallRowsKernel:
         return "; ".join([text, *self.faults])
 
 
-def _cost(by: Products, products: Sequence[Product], x: mx.array) -> Cost:
+def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Recorder | None) -> Cost:
     def computed(product: Product, x: mx.array) -> mx.array:
         return by(x, product)
 
     # Different inputs: equal operations would be computed once.
     inputs = [x + index for index in range(MEASURED_TOGETHER)]
     mx.eval(inputs)
+    if recorder is not None:
+        count = len(inputs)
+        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(count)]
+        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / count)
     return compiled_cost([partial(computed, products[i % len(products)]) for i in range(len(inputs))], inputs)
 
 

@@ -24,16 +24,21 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from headrace.runner.device_arrays import MARK_SHAPE, on_device
+from headrace.runner.input_batch import HostInts
 from headrace.runner.native_extension import ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
-# Tokens, int32 arrays that the host has made, marks that writes come after -> logits, the marks of its writes.
-Forward = Callable[[mx.array, Sequence[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+# Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
+Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
 _Key = tuple[tuple[int, ...], ...]
 _RECORD_AT = 3
+STEPS_TO_SETTLE = _RECORD_AT + 1
+_TIMED_LAUNCHES = 10
+SOURCES = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 
 
 @dataclass(slots=True)
@@ -47,32 +52,83 @@ class _Bucket:
     refused: bool = False
 
 
+class Recorder:
+    """Records what MLX evaluates on a CUDA device.
+
+    Args:
+        native: the extension module of ``step_graph.cpp``.
+    """
+
+    def __init__(self, native: ModuleType) -> None:
+        self.native = native
+
+    @staticmethod
+    def for_device() -> Recorder | None:
+        """The recorder of a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
+        if mx.default_device() != mx.gpu or mx.metal.is_available():
+            return None
+        try:
+            return Recorder(load("headrace_step_graph", SOURCES, include="cuda_names"))
+        except ExtensionError as error:
+            log.warning("decode steps are not recorded, which costs the host time: %s", error)
+            return None
+
+    def record(self, build: Callable[[], list[mx.array]]) -> tuple[Any, list[mx.array]]:
+        """Evaluate what ``build`` gives; the recording, and the evaluated arrays.
+
+        Whatever ``build`` takes must have been evaluated. ``recording.error``: why it cannot be replayed, or "".
+        """
+        graph = self.native.StepGraph()
+        graph.begin()
+        try:
+            arrays = build()
+            mx.eval(self.native.mark(graph, arrays), arrays)
+        finally:
+            graph.end()
+        return graph, arrays
+
+    def device_seconds(self, build: Callable[[], list[mx.array]]) -> float:
+        """Seconds that the device takes for what ``build`` gives, however long the host needs to build it.
+
+        Raises RuntimeError when it cannot be recorded.
+        """
+        graph, arrays = self.record(build)
+        if graph.error:
+            raise RuntimeError(graph.error)
+        del arrays
+        return min(float(graph.seconds(_TIMED_LAUNCHES)) for _ in range(3))
+
+
 class StepGraphs:
     """The recordings of one model's decode forward.
 
     Args:
-        native: the extension module of ``step_graph.cpp``.
+        recorder: of the device.
         limit_bytes: what all recordings may keep together.
+
+    Attributes:
+        replayed: steps that were replayed so far.
     """
 
-    def __init__(self, native: ModuleType, limit_bytes: int) -> None:
-        self._native = native
+    def __init__(self, recorder: Recorder, limit_bytes: int) -> None:
+        self._recorder = recorder
+        self._native = recorder.native
+        self._reader = self._native.Reader()
         self._limit_bytes = limit_bytes
         self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()
         self.replayed = 0
 
-    @staticmethod
-    def for_device(limit_bytes: int) -> StepGraphs | None:
-        """Recordings on a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
-        if mx.default_device() != mx.gpu or mx.metal.is_available():
-            return None
-        sources = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
-        try:
-            native = load("headrace_step_graph", sources, include="cuda_names")
-        except ExtensionError as error:
-            log.warning("decode steps are not recorded, which costs the host time: %s", error)
-            return None
-        return StepGraphs(native, limit_bytes)
+    def read(self, arrays: Sequence[mx.array]) -> list[np.ndarray]:
+        """What evaluated arrays hold, the arrays left in the device's memory (see ``device_arrays.py``)."""
+        data = self._reader.read(list(arrays))
+        if data is None:
+            return [np.array(array) for array in arrays]
+        found, start = [], 0
+        for array in arrays:
+            dtype = np.dtype(str(array.dtype).rpartition(".")[2])
+            found.append(np.frombuffer(data, dtype, array.size, start).reshape(array.shape))
+            start += array.nbytes
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -84,20 +140,20 @@ class StepGraphs:
         self._buckets.clear()
 
     def run(
-        self, forward: Forward, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
+        self, forward: Forward, tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         """One step: ``forward(tokens, sent, marks)``, by replay where a recording is there.
 
         Args:
             forward: builds the step's operations.
             tokens: int32, of the host or the device.
-            sent: int32 arrays that the host has just made.
+            sent: what the host sends along.
             marks: what the step's writes come after.
 
         Logits may be a lazy float32 array where ``forward`` gives another type. They must be evaluated, with
         whatever else reads them, before the next step of the same bucket is.
         """
-        key = tokens.shape, *(array.shape for array in sent)
+        key = tokens.shape, *(ints.values.shape for ints in sent)
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         bucket.steps += 1
@@ -111,10 +167,11 @@ class StepGraphs:
         return self._compare(bucket, forward, tokens, sent, marks)
 
     def _replay(
-        self, bucket: _Bucket, tokens: mx.array, sent: Sequence[mx.array], marks: list[mx.array]
+        self, bucket: _Bucket, tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         after = list({id(mark): mark for mark in marks}.values())
-        logits, mark = self._native.replay(bucket.graph, tokens, list(sent), after)
+        message = b"".join([ints.values.tobytes() for ints in sent])
+        logits, mark = self._native.replay(bucket.graph, tokens, message, after)
         # The recording's own buffer is written again by the next replay.
         copied = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits + 0.0
         return copied, [mark] * len(marks)
@@ -124,27 +181,29 @@ class StepGraphs:
         bucket: _Bucket,
         forward: Forward,
         tokens: mx.array,
-        sent: Sequence[mx.array],
+        sent: Sequence[HostInts],
         marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
-        # Parts of longer arrays, for the reason that device_arrays.py gives.
+        # Parts of longer arrays, and none that shared memory was recycled for: see device_arrays.py.
+        mx.clear_cache()
         fixed = on_device(mx.concatenate([tokens, mx.zeros(MARK_SHAPE, mx.int32)]))[: len(tokens)]
-        flat = [array.reshape(-1) for array in sent]
-        packed = on_device(mx.concatenate([*flat, mx.zeros(MARK_SHAPE, mx.int32)]))
-        ends = list(accumulate(array.size for array in sent))
+        flat = mx.array(np.concatenate([ints.values.reshape(-1) for ints in sent]))
+        packed = on_device(mx.concatenate([flat, mx.zeros(MARK_SHAPE, mx.int32)]))
+        ends = list(accumulate(ints.values.size for ints in sent))
         parts = [
-            packed[end - array.size : end].reshape(array.shape) for array, end in zip(sent, ends, strict=True)
+            packed[end - ints.values.size : end].reshape(ints.values.shape)
+            for ints, end in zip(sent, ends, strict=True)
         ]
         zero = mx.zeros(MARK_SHAPE, mx.int32)
         mx.eval(fixed, parts, zero, marks)
         before = mx.get_active_memory()
-        graph = self._native.StepGraph()
-        graph.begin()
-        try:
-            logits, after = forward(fixed, parts, marks)
-            mx.eval(self._native.mark(graph, [logits, *after]), logits, after)
-        finally:
-            graph.end()
+        inputs = [HostInts(ints.values, part) for ints, part in zip(sent, parts, strict=True)]
+
+        def build() -> list[mx.array]:
+            logits, after = forward(fixed, inputs, marks)
+            return [logits, *after]
+
+        graph, (logits, *after) = self._recorder.record(build)
         result = on_device(logits)
         try:
             if graph.error:
@@ -163,7 +222,7 @@ class StepGraphs:
         bucket: _Bucket,
         forward: Forward,
         tokens: mx.array,
-        sent: Sequence[mx.array],
+        sent: Sequence[HostInts],
         marks: list[mx.array],
     ) -> tuple[mx.array, list[mx.array]]:
         logits, after = forward(tokens, sent, marks)

@@ -44,15 +44,10 @@ class Cost:
         """Seconds of a decode step made of such operations: the host runs ahead of the device."""
         return max(self.host, self.device)
 
-    def without_host(self) -> Cost:
-        """This cost where the host starts whole recorded steps (``step_graphs.py``)."""
-        return Cost(0.0, self.device)
-
     def beats(self, other: Cost) -> bool:
         """Whether this one is the better choice in a decode step, where the host is ahead of the device.
 
-        What keeps the device longer than the host is compared by the device's time alone; else both count. Costs
-        ``without_host`` are compared by the device's time.
+        What keeps the device longer than the host is compared by the device's time alone; else both count.
         """
         if other.device > other.host:
             return self.device < other.device

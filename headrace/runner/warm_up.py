@@ -13,6 +13,7 @@ from headrace.core.layout import KVLayout
 from headrace.core.memory_plan import MemoryPlan
 from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
+from headrace.runner.attention.gathered_prefill import planned_shapes
 from headrace.runner.input_batch import bucket
 from headrace.runner.model_runner import ModelRunner
 
@@ -20,6 +21,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=40, top_p=0.9, seed=1)
 # Contexts up to this many tokens are traced before ready; longer buckets are traced when first met.
 WARM_CONTEXT_TOKENS = 2048
+# Steps of up to this many rows are also recorded before ready, where steps are; larger ones when they are met.
+SETTLED_ROWS = 32
 
 
 def warm_up(
@@ -47,15 +50,20 @@ def _steps(
         yield SchedulerOutput(
             0, decode=tuple(_row(layout, 0, 1, params) for _ in range(min(2, config.max_num_seqs)))
         )
+    for count, length in planned_shapes(min(config.prefill_step_size, longest - 1)):
+        yield SchedulerOutput(0, prefill=tuple(_row(layout, 0, length, GREEDY) for _ in range(count)))
     if not runner.compiled:
         return
     blocks = range(1, -(-longest // layout.block_size) + 1)
     widths = sorted({runner.decode_width(count) for count in blocks})
     counts = sorted({bucket(count) for count in range(1, config.max_num_seqs + 1)})
-    for count in counts:
+    for count in reversed(counts):  # the smallest last: recorded steps that were used last stay longest
+        repeat = runner.steps_to_settle if count <= SETTLED_ROWS else 1
         for width in widths:
             context = min(longest, width * layout.block_size) - 1
-            yield SchedulerOutput(0, decode=tuple(_row(layout, context, 1, GREEDY) for _ in range(count)))
+            rows = tuple(_row(layout, context, 1, GREEDY) for _ in range(count))
+            for _ in range(repeat):
+                yield SchedulerOutput(0, decode=rows)
 
 
 def _row(layout: KVLayout, start: int, count: int, params: SamplingParams) -> ScheduledRow:

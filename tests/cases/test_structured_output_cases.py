@@ -220,14 +220,22 @@ def calls_of(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
 
 def test_required_and_named_calls_come(demo: Server) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
-    for seed in range(5):
+
+    def ask(seed: int) -> tuple[Answer, ...]:
         sampling = {"temperature": 1, "seed": seed, "max_tokens": 150, "tools": TOOLS}
-        for answer in demo.client.both("Say hello.", tool_choice="required", **sampling):
+        return tuple(
+            answer
+            for choice in ("required", named)
+            for answer in demo.client.both("Say hello.", tool_choice=choice, **sampling)
+        )
+
+    for whole, streamed, named_whole, named_streamed in at_once(ask, range(5), 5):
+        for answer in (whole, streamed):
             calls = calls_of(answer)
             assert answer.finish_reason() == "tool_calls" and len(calls) == 1 and answer.text() == ""
             assert calls[0][0] in ("get_time", "get_weather")
             assert calls[0][0] == "get_weather" or isinstance(calls[0][1]["tz"], str)
-        for answer in demo.client.both("Say hello.", tool_choice=named, **sampling):
+        for answer in (named_whole, named_streamed):
             ((name, arguments),) = calls_of(answer)
             assert name == "get_weather" and arguments.keys() <= {"city"}
     many = {"tool_choice": "required", "parallel_tool_calls": True, "max_tokens": 1500, "tools": TOOLS}

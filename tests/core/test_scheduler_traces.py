@@ -147,7 +147,7 @@ def test_memory_pressure_changes_no_output(seed: int) -> None:
 
 @pytest.mark.slow
 def test_many_long_traces() -> None:
-    for seed in range(300):
+    for seed in range(100):
         Trace(seed, failures=seed % 3 == 0).run(events=150)
 
 

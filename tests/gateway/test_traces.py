@@ -154,7 +154,7 @@ def test_refusals_stops_and_clients_that_leave(traced: Server, collector: Collec
 
 
 def test_a_replay_is_an_event(traced: Server, collector: Collector) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "<|s01|>"}], "stream": True, "max_tokens": 4000}
+    body = {"model": "m", "messages": [{"role": "user", "content": "<|s01|>"}], "stream": True, "max_tokens": 600}
     with traced.client.http.stream("POST", "/v1/chat/completions", json=body, headers=parent_of(8)) as response:
         lines = response.iter_lines()
         for _ in range(20):

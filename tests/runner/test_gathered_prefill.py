@@ -55,6 +55,7 @@ def hand_over(case: Case) -> None:
     window=st.sampled_from([None, 1, 7, 30, 100]),
     sinks=st.booleans(),
     tile=st.sampled_from([1 << 20, 20_000]),
+    planned=st.booleans(),
 )
 def test_own_keys_and_values(
     seed: int,
@@ -65,6 +66,7 @@ def test_own_keys_and_values(
     window: int | None,
     sinks: bool,
     tile: int,
+    planned: bool,
 ) -> None:
     """Nothing before the chunks; the pool itself is not looked at."""
     ends = [2, *ends]  # one query a row is no prompt
@@ -77,6 +79,9 @@ def test_own_keys_and_values(
     bound = {4: 1e-4, 2: 0.03}[dtype.size]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "SCORE_BYTES", tile)
+        if planned:  # padded to few shapes
+            patch.setattr(gathered_prefill, "shape_grid", lambda context: 256)
+            patch.setattr(gathered_prefill, "is_fused", lambda queries, value_dim: True)
         out = attend_prefill(case.queries, case.view, case.scale, window, case.sinks if sinks else None)
     assert out is not None and out.dtype == dtype
     for got, wanted, count in zip(np.array(out.astype(mx.float32)), expected, case.new, strict=True):
@@ -113,13 +118,27 @@ def test_behind_prefixes(
     case = Case(shape, ends, new, heads=heads * shared, head_major=False, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_prefill, "SHAPE_GRID", grid)
-        patch.setattr(gathered_prefill, "shape_grid", lambda: grid)
+        patch.setattr(gathered_prefill, "shape_grid", lambda context: grid)
         patch.setattr(gather, "GATHER_BYTES", limit)
         patch.setattr(gather, "SCORE_BYTES", score_bytes)
         out = attend_prefill(case.queries, case.view, case.scale, None, case.sinks if sinks else None)
     assert out is not None
     for got, wanted, count in zip(np.array(out), case.expected(sinks=sinks), new, strict=True):
         assert np.abs(got[:, :count] - wanted).max() < 1e-4
+
+
+def test_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gathered_prefill.planned_shapes(2048) == []
+    monkeypatch.setattr(gathered_prefill, "shape_grid", lambda context: 256)
+    shapes = gathered_prefill.planned_shapes(2048)
+    assert (1, 32) in shapes and (1, 2048) in shapes and (8, 256) in shapes and (8, 512) not in shapes
+    for rows in range(1, 9):
+        for length in range(2, 2048 // rows + 1, 61):
+            padded = 1 << (rows - 1).bit_length(), gathered_prefill.padded_length(length)
+            assert padded in shapes or padded[0] * padded[1] > 2048
+    assert [gathered_prefill.padded_length(length) for length in (1, 33, 2048, 2049, 5000)] == [
+        32, 64, 2048, 4096, 6144,
+    ]  # fmt: skip
 
 
 def test_what_is_left_to_others() -> None:
@@ -188,6 +207,8 @@ def logits(runner: ModelRunner, rows: list[ScheduledRow]) -> np.ndarray:
 )
 def test_a_cached_prefix_gives_what_a_cold_run_gives(name: str, kv: str) -> None:
     """At every edge of blocks and of the forwards' padded lengths, one more and one less."""
+    # A product's last bit may depend on its number of rows, and decide how a packed value is rounded.
+    allowed = 1e-4 if kv == "auto" else 1e-2
     runner, layout = make_runner(tiny_model(name), vocab_size=VOCAB, head_major=False, kv_cache_dtype=kv)
     for length in (31, 32, 33, 41):
         prompt = prompt_of(length)
@@ -196,7 +217,7 @@ def test_a_cached_prefix_gives_what_a_cold_run_gives(name: str, kv: str) -> None
             runner.prefill_logits([row(1, prompt, 0, start, layout)])
             mx.eval(runner._pool.changes)
             warm = logits(runner, [row(1, prompt, start, length, layout)])
-            assert np.abs(warm - cold).max() < 1e-4 * max(1.0, np.abs(cold).max())
+            assert np.abs(warm - cold).max() < allowed * max(1.0, np.abs(cold).max())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

@@ -9,7 +9,7 @@ import pytest
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
 from headrace.runner import sampler
-from headrace.runner.sampler import CANDIDATES, sample, token_logprobs
+from headrace.runner.sampler import CANDIDATES, argmax_in_parts, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
 
 VOCAB = 2000
@@ -215,3 +215,12 @@ def test_logprobs_are_sorted_distinct_and_first_is_the_choice() -> None:
     assert ids[:, 0].tolist() == np.array(result.tokens).tolist()
     assert len(set(ids[1].tolist())) == 20 and ids[1].tolist() == list(range(20))
     assert (np.diff(np.array(result.top_logprobs), axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 49152, 32003])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_argmax_in_parts_is_argmax(rows: int, vocab: int) -> None:
+    if rows * vocab > 1 << 23:
+        pytest.skip("large enough already")
+    logits = mx.round(mx.random.normal((rows, vocab), key=mx.random.key(vocab)) * 2)  # many equals
+    assert mx.array_equal(argmax_in_parts(logits), mx.argmax(logits, axis=-1))

@@ -3,8 +3,8 @@
     serve("plain", "--max-num-seqs", "2")     shared: one process per model and flags for the whole session
     start_server("plain", …)                  private: a process for this test alone, to be killed or drained
 
-Both wait for ``/ready`` and end their process by its id. All servers of a session share one cache folder and one
-TMPDIR of their own, so only the first start has to measure and compile.
+Both wait for ``/ready`` and end their process by its id. All servers of a test run share one cache folder,
+so only the first start has to measure and compile, and those of a process one TMPDIR.
 """
 
 from __future__ import annotations
@@ -193,18 +193,18 @@ class Ended:
 class ServerRoom:
     """Starts servers, keeps the shared ones, ends them all."""
 
-    def __init__(self, folder: Path, scripted_folder: Callable[[str], Path]) -> None:
+    def __init__(self, folder: Path, cache: Path, scripted_folder: Callable[[str], Path]) -> None:
         self._folder = folder
         self._scripted_folder = scripted_folder
         self._shared: dict[tuple[str, Flags], Server] = {}
         self._count = 0
-        for name in ("tmp", "cache"):
-            (folder / name).mkdir(mode=0o700)
+        (folder / "tmp").mkdir(mode=0o700)
+        cache.mkdir(mode=0o700, exist_ok=True)
         self.environment = {
             **os.environ,
             "TMPDIR": str(folder / "tmp"),
-            "HEADRACE_CACHE": str(folder / "cache"),
-            "HF_HOME": str(folder / "cache" / "hf"),
+            "HEADRACE_CACHE": str(cache),
+            "HF_HOME": str(cache / "hf"),
         }
         for name in ("HEADRACE_API_KEY", "VLLM_API_KEY"):
             self.environment.pop(name, None)
@@ -280,7 +280,11 @@ class ServerRoom:
 def server_room(
     tmp_path_factory: pytest.TempPathFactory, scripted_folder: Callable[[str], Path]
 ) -> Iterator[ServerRoom]:
-    room = ServerRoom(tmp_path_factory.mktemp("servers"), scripted_folder)
+    # Test runs that go side by side (pytest-xdist) have folders of their own in one of the whole run.
+    whole_run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        whole_run = whole_run.parent
+    room = ServerRoom(tmp_path_factory.mktemp("servers"), whole_run / "server-cache", scripted_folder)
     yield room
     room.close()
 

@@ -153,6 +153,8 @@ def _attend(
         return _attend_tiled(queries, view, rows, scale, window, sinks, softcap)
     keys, values = gather(view, rows.tables)
     mask, values = rows.visible(0, length, 0, context, window), rows.written(values, 0)
+    if length > 1:  # a fused kernel hides a score by adding to it, which NaN survives
+        keys = rows.written(keys, 0)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

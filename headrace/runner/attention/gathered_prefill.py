@@ -11,8 +11,10 @@ look back behind a window, soft caps, one KV head that does not fit.
 What is packed in the pool is always read from there: a chunk that saw its own exact vectors would give another
 answer than one that finds them in the cache.
 
-On CUDA the library plans every new pair of lengths, which takes many times the attention's own time. So a call's
-ends lie on a grid: queries begin earlier (zeros that nobody reads), keys end later (hidden by causality).
+On CUDA the library plans every shape it has not seen, 50 ms on one H200, many times the attention's own time. So
+few shapes are used: prompts with nothing before them are padded to powers of two, rows and lengths (which are
+planned before the first request, ``warm_up.py``); behind prefixes a call's ends lie on a grid. Queries begin
+earlier or end later (repeated, nobody reads them), keys end later (hidden by causality).
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from headrace.runner.attention import gather
 from headrace.runner.attention.online_softmax import Earlier, after
 from headrace.runner.layer_view import LayerView
 
-# Grid of a call's first and last position on CUDA.
-SHAPE_GRID = 256
+# Grids of a call's first and last position on CUDA, each for contexts up to a length; the last for all others.
+SHAPE_GRID = 1024
+_FINER_GRIDS = ((2048, 256), (8192, 512))
+# Shortest padded prompt, and the length from which on prompts are padded to multiples of it.
+_LEAST_LENGTH = 32
+_LONG = 2048
 
 
 def attend_prefill(
@@ -38,8 +44,8 @@ def attend_prefill(
         return None
     own = _own(view)
     if own is not None and not any(batch.starts):
-        keys, values = own
-        return _after_write(view, causal_attention(queries, keys, values, scale, sinks, window))
+        out = _in_few_shapes(queries, *own, scale, sinks, window)
+        return _after_write(view, out)
     ends = [start + count for start, count in zip(batch.starts, batch.lengths, strict=True)]
     if window is not None and max(ends) > window:
         return None
@@ -86,6 +92,47 @@ def causal_attention(
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
 
 
+def planned_shapes(most_tokens: int) -> list[tuple[int, int]]:
+    """Rows and lengths of prompts up to ``most_tokens`` together whose attention should be run once before it is
+    needed; none where nothing is planned."""
+    if shape_grid(0) == 1:
+        return []
+    lengths = [_LEAST_LENGTH << step for step in range((_LONG // _LEAST_LENGTH).bit_length())]
+    return [(rows, length) for rows in (1, 2, 4, 8) for length in lengths if rows * length <= most_tokens]
+
+
+def _in_few_shapes(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+    window: int | None,
+) -> mx.array:
+    """``causal_attention`` of prompts from their first position on, padded where shapes are planned."""
+    rows, _, length, _ = queries.shape
+    wide = padded_length(length)
+    if shape_grid(0) == 1 or not is_fused(queries, values.shape[-1]) or (window is not None and window < wide):
+        return causal_attention(queries, keys, values, scale, sinks, window)
+    more = (1 << (rows - 1).bit_length()) - rows
+    arrays = [_with_rows(_repeated(array, 0, wide - length), more) for array in (queries, keys, values)]
+    return causal_attention(arrays[0], arrays[1], arrays[2], scale, sinks)[:rows, :, :length]
+
+
+def padded_length(length: int) -> int:
+    """The power of two that holds a prompt's positions; a multiple of the largest one for long prompts."""
+    if length > _LONG:
+        return -(-length // _LONG) * _LONG
+    return max(_LEAST_LENGTH, 1 << (length - 1).bit_length())
+
+
+def _with_rows(array: mx.array, more: int) -> mx.array:
+    """The first row repeated behind ``array [b, H, L, D]``."""
+    if not more:
+        return array
+    return mx.concatenate([array, mx.broadcast_to(array[:1], (more, *array.shape[1:]))])
+
+
 def _band(first: int, queries: int, keys: int, window: int) -> mx.array:
     """``[queries, keys]`` bool: which keys are seen when query 0 is at key ``first``."""
     query, key = mx.arange(first, first + queries)[:, None], mx.arange(keys)[None]
@@ -102,9 +149,11 @@ def is_fused(queries: mx.array, value_dim: int) -> bool:
     return queries.dtype.size == 2 and all(dim % 8 == 0 and dim <= 128 for dim in dims)
 
 
-def shape_grid() -> int:
-    """What a call's first and last position are multiples of."""
-    return SHAPE_GRID if mx.default_device() == mx.gpu and not mx.metal.is_available() else 1
+def shape_grid(context: int) -> int:
+    """What the first and last position of a call that ends at ``context`` are multiples of."""
+    if mx.default_device() != mx.gpu or mx.metal.is_available():
+        return 1
+    return next((grid for longest, grid in _FINER_GRIDS if context <= longest), SHAPE_GRID)
 
 
 # -- own keys and values -----------------------------------------------------------------------------------
@@ -161,15 +210,14 @@ def _attend_rows(
     earlier: Earlier,
 ) -> mx.array:
     """Attention of ``queries [b, H, L, D]`` of rows with equal starts, by as many KV heads as fit."""
-    batch, size, grid = view.batch, view.pool.block_size, shape_grid()
+    batch, size = view.batch, view.pool.block_size
     count, heads, length, _ = queries.shape
     start = batch.starts[index[0]]
+    grid = shape_grid(start + length)
     real = max(batch.lengths[row] for row in index) if grid == 1 else length
     first, last = start // grid * grid, -(-(start + real) // grid) * grid
     padding = (start - first, last - start - real)
-    padded = (
-        mx.pad(queries[:, :, :real], [(0, 0), (0, 0), padding, (0, 0)]) if any(padding) else queries[:, :, :real]
-    )
+    padded = _repeated(queries[:, :, :real], *padding)
     rows = gather.rows_of(view, list(index), -(-last // size))
     kv_heads = view.pool.layers[view.layer].kv_heads
     shared = heads // kv_heads
@@ -179,8 +227,8 @@ def _attend_rows(
     for head in range(0, kv_heads, most):
         chosen = slice(head, min(head + most, kv_heads))
         keys, values = gather.gather(view, after(rows.tables, pieces[-1:] or earlier), chosen)
-        if not is_clean:
-            values = rows.written(values, 0)
+        if not is_clean:  # a fused kernel may hide a score by adding to it, which NaN survives
+            keys, values = rows.written(keys, 0), rows.written(values, 0)
         part = slice(chosen.start * shared, chosen.stop * shared)
         pieces.append(
             causal_attention(
@@ -200,6 +248,17 @@ def _room(queries: mx.array, view: LayerView) -> int:
     """Bytes of keys and values of one call: without a fused kernel they are copied once more for the products."""
     fused = is_fused(queries, view.pool.layers[view.layer].value_dim)
     return gather.GATHER_BYTES if fused else gather.GATHER_BYTES // 2
+
+
+def _repeated(queries: mx.array, before: int, behind: int) -> mx.array:
+    """``queries [b, H, L, D]`` with the first one repeated in front and the last one behind."""
+    count, heads, _, dim = queries.shape
+    parts = [queries]
+    if before:
+        parts.insert(0, mx.broadcast_to(queries[:, :, :1], (count, heads, before, dim)))
+    if behind:
+        parts.append(mx.broadcast_to(queries[:, :, -1:], (count, heads, behind, dim)))
+    return queries if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def _head_bytes(view: LayerView) -> int:

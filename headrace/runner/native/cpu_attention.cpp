@@ -20,6 +20,10 @@
 
 #include "cpu_vectors.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace headrace {
 namespace {
 
@@ -60,35 +64,93 @@ inline float from_float16(uint16_t bits) {
 
 inline bool in_place(const Cache& cache) { return cache.element == Element::float32 && cache.dim % kLanes == 0; }
 
+// kLanes codes of a packed vector. Through registers: a vector read right after a part of it was written waits.
+inline Integers octets(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return Integers(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return Integers(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Integers codes;
+  for (int i = 0; i < kLanes; i++) codes[i] = from[i];
+  return codes;
+#endif
+}
+
+inline Integers nibbles(const uint8_t* from) {
+  uint64_t codes = 0;
+  std::memcpy(&codes, from, kLanes / 2);
+  const Integers number = lane_numbers();
+  Integers words = Integers{} + int32_t(codes);
+  if constexpr (kLanes > 8) words = number < 8 ? words : Integers{} + int32_t(codes >> 32);
+  return (words >> ((number & 7) * 4)) & 15;
+}
+
+inline float scale_of(const Cache& cache, uint16_t bits) {
+  return cache.bfloat16_scales ? from_bfloat16(bits) : from_float16(bits);
+}
+
+template <int Bits>
+void unpack_codes(const Cache& cache, int64_t index, float* __restrict to) {
+  int groups = cache.groups;
+  const uint8_t* codes = static_cast<const uint8_t*>(cache.data) + index * cache.width * Bits / 8;
+  for (int group = 0; group < groups; group++) {
+    float scale = scale_of(cache, cache.scales[index * groups + group]);
+    float bias = scale_of(cache, cache.biases[index * groups + group]);
+    for (int i = 0; i < cache.group_size; i += kLanes) {
+      Integers some = Bits == 8 ? octets(codes + i) : nibbles(codes + i / 2);
+      save(to + i, __builtin_convertvector(some, Vector) * scale + bias);
+    }
+    codes += cache.group_size * Bits / 8;
+    to += cache.group_size;
+  }
+}
+
 // One vector as float32; `to` has room for cache.width elements.
 void unpack(const Cache& cache, int64_t index, float* __restrict to) {
   int width = cache.width;
-  if (cache.element == Element::float32) {
-    std::memcpy(to, static_cast<const float*>(cache.data) + index * width, 4 * size_t(width));
-  } else if (cache.element == Element::bfloat16) {
-    const uint16_t* from = static_cast<const uint16_t*>(cache.data) + index * width;
-    for (int i = 0; i < width; i++) to[i] = from_bfloat16(from[i]);
-  } else if (cache.element == Element::float16) {
-    const uint16_t* from = static_cast<const uint16_t*>(cache.data) + index * width;
-    for (int i = 0; i < width; i++) to[i] = from_float16(from[i]);
-  } else {
-    int bits = cache.element == Element::packed8 ? 8 : 4, groups = width / cache.group_size;
-    const uint8_t* codes = static_cast<const uint8_t*>(cache.data) + index * width * bits / 8;
-    for (int group = 0; group < groups; group++) {
-      uint16_t low = cache.scales[index * groups + group], high = cache.biases[index * groups + group];
-      float scale = cache.bfloat16_scales ? from_bfloat16(low) : from_float16(low);
-      float bias = cache.bfloat16_scales ? from_bfloat16(high) : from_float16(high);
-      if (bits == 8) {
-        for (int i = 0; i < cache.group_size; i++) to[i] = scale * float(int(codes[i])) + bias;
-      } else {
-        for (int i = 0; i < cache.group_size / 2; i++) {
-          to[2 * i] = scale * float(int(codes[i] & 15)) + bias;
-          to[2 * i + 1] = scale * float(int(codes[i] >> 4)) + bias;
-        }
-      }
-      codes += cache.group_size * bits / 8;
-      to += cache.group_size;
-    }
+  const uint16_t* halves = static_cast<const uint16_t*>(cache.data) + index * width;
+  switch (cache.element) {
+    case Element::float32:
+      std::memcpy(to, static_cast<const float*>(cache.data) + index * width, 4 * size_t(width));
+      break;
+    case Element::bfloat16:
+      for (int i = 0; i < width; i++) to[i] = from_bfloat16(halves[i]);
+      break;
+    case Element::float16:
+      for (int i = 0; i < width; i++) to[i] = from_float16(halves[i]);
+      break;
+    case Element::packed8:
+      unpack_codes<8>(cache, index, to);
+      break;
+    case Element::packed4:
+      unpack_codes<4>(cache, index, to);
+  }
+}
+
+int64_t bytes_of(const Cache& cache) {
+  switch (cache.element) {
+    case Element::float32:
+      return int64_t(cache.width) * 4;
+    case Element::packed8:
+      return cache.width;
+    case Element::packed4:
+      return cache.width / 2;
+    default:
+      return int64_t(cache.width) * 2;
+  }
+}
+
+// Blocks lie anywhere, where no processor looks ahead by itself. Into the second cache: that has more on its way.
+void fetch(const Cache& cache, int kv_head, const int64_t* slots, int low, int high) {
+  int64_t bytes = bytes_of(cache), head = kv_head * cache.slots;
+  for (int t = low; t < high; t++) {
+    const char* from = static_cast<const char*>(cache.data) + (head + slots[t]) * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    if (cache.scales == nullptr) continue;
+    int64_t place = (head + slots[t]) * cache.groups;
+    __builtin_prefetch(cache.scales + place);
+    __builtin_prefetch(cache.biases + place);
   }
 }
 
@@ -109,20 +171,22 @@ void find(const Cache& cache, int kv_head, const int64_t* slots, int low, int hi
 
 // -- one tile ------------------------------------------------------------------------------------------------
 
-// keys [dim][kTile] of the vectors low … high, zero at the other positions of the vectors of positions they are in.
-void transpose_keys(const float* const* vectors, int low, int high, int dim, float* keys) {
+// keys [dim][kTile] of the positions low … high, zero at the other positions of their vectors; kLanes positions at a
+// time, so that little is copied before it is used. `copies` [kLanes][stride].
+void transpose_keys(const Cache& cache, int kv_head, const int64_t* slots, int low, int high, float* copies,
+                    int stride, float* keys) {
   for (int t = low / kLanes * kLanes; t < high; t += kLanes) {
-    int d = 0;
-    for (; d + kLanes <= dim; d += kLanes) {
+    const float* vectors[kLanes];
+    int first = std::max(low - t, 0), last = std::min(high - t, kLanes), d = 0;
+    find(cache, kv_head, slots + t, first, last, copies, stride, vectors);
+    for (; d + kLanes <= cache.dim; d += kLanes) {
       Vector square[kLanes];
-      for (int i = 0; i < kLanes; i++)
-        square[i] = t + i >= low && t + i < high ? load(vectors[t + i] + d) : Vector{};
+      for (int i = 0; i < kLanes; i++) square[i] = i >= first && i < last ? load(vectors[i] + d) : Vector{};
       transpose(square);
       for (int i = 0; i < kLanes; i++) save(keys + (d + i) * kTile + t, square[i]);
     }
-    for (; d < dim; d++)
-      for (int i = 0; i < kLanes; i++)
-        keys[d * kTile + t + i] = t + i >= low && t + i < high ? vectors[t + i][d] : 0;
+    for (; d < cache.dim; d++)
+      for (int i = 0; i < kLanes; i++) keys[d * kTile + t + i] = i >= first && i < last ? vectors[i][d] : 0;
   }
 }
 
@@ -234,7 +298,7 @@ class Worker {
         key_stride_(whole(call.keys.width)),
         value_stride_(whole(call.values.width)) {
     size_t sizes[] = {size_t(rows) * dim_,         size_t(rows) * kTile,          size_t(dim_) * kTile,
-                      size_t(kTile) * key_stride_, size_t(kTile) * value_stride_, size_t(rows),
+                      size_t(kLanes) * key_stride_, size_t(kTile) * value_stride_, size_t(rows),
                       Sums::size(rows, stride_),   Sums::size(rows, stride_)};
     float** places[] = {&queries_, &scores_, &keys_, &key_copies_, &value_copies_, &factors_, &sums_, &merged_};
     size_t total = 0;
@@ -317,19 +381,39 @@ class Worker {
     auto [low, high] = seen(call_, piece);
     sums.clear((piece.last - piece.first) * shared_, stride_);
     low = std::max(low, span * kSpan), high = std::min(high, (span + 1) * kSpan);
-    for (int tile = low / kTile; tile * kTile < high; tile++)
-      compute_tile(piece, tile * kTile, std::max(low - tile * kTile, 0), std::min(high - tile * kTile, kTile), sums);
+    Tile tiles[3];  // this one, and those on their way
+    for (int i = 0; i < 2; i++) prepare(piece, i == 0 ? low : tiles[0].first + kTile, high, tiles[i]);
+    for (int i = 0; tiles[i].low < tiles[i].high; i = (i + 1) % 3) {
+      prepare(piece, tiles[(i + 1) % 3].first + kTile, high, tiles[(i + 2) % 3]);
+      compute_tile(piece, tiles[i], sums);
+    }
   }
 
-  // Positions tile + low … tile + high.
-  void compute_tile(const Queries& piece, int tile, int low, int high, const Sums& sums) {
+  // Positions first + low … first + high, and where they are.
+  struct Tile {
+    int first, low, high;
     int64_t slots[kTile];
-    const float* vectors[kTile];
+  };
+
+  // The tile that position `low` is in, from there to `high` at most, to be computed soon.
+  void prepare(const Queries& piece, int low, int high, Tile& tile) const {
+    tile.first = low / kTile * kTile;
+    tile.low = low - tile.first, tile.high = std::min(high - tile.first, kTile);
+    if (tile.low >= tile.high) return;
     const int32_t* table = call_.tables + int64_t(piece.row) * call_.table_width;
-    for (int t = low, place = tile + low - call_.bases[piece.row]; t < high; t++, place++)
-      slots[t] = int64_t(table[place / call_.block_size]) * call_.block_size + place % call_.block_size;
-    find(call_.keys, piece.kv_head, slots, low, high, key_copies_, key_stride_, vectors);
-    transpose_keys(vectors, low, high, dim_, keys_);
+    int size = call_.block_size, place = low - call_.bases[piece.row], block = place / size, offset = place % size;
+    for (int t = tile.low; t < tile.high; t++) {
+      tile.slots[t] = int64_t(table[block]) * size + offset;
+      if (++offset == size) offset = 0, block++;
+    }
+    fetch(call_.keys, piece.kv_head, tile.slots, tile.low, tile.high);
+    fetch(call_.values, piece.kv_head, tile.slots, tile.low, tile.high);
+  }
+
+  void compute_tile(const Queries& piece, const Tile& tile, const Sums& sums) {
+    const float* vectors[kTile];
+    int low = tile.low, high = tile.high;
+    transpose_keys(call_.keys, piece.kv_head, tile.slots, low, high, key_copies_, key_stride_, keys_);
     int rows = (piece.last - piece.first) * shared_;
     int first = low / kLanes * kLanes, last = whole(high);
     for (int t = first; t < last; t += kVectors * kLanes) {
@@ -338,14 +422,14 @@ class Worker {
         kScoreBlocks[(std::min(kRows, rows - r) - 1) * kVectors + count - 1](queries_ + r * dim_, dim_, keys_ + t,
                                                                              scores_ + r * kTile + t);
     }
-    int offset = call_.offsets[piece.row] + piece.first - tile;  // of the first query, counted from the tile
+    int offset = call_.offsets[piece.row] + piece.first - tile.first;  // of the first query, counted from the tile
     for (int r = 0; r < rows; r++) {
       int query = offset + r / shared_;
       int from = call_.window > 0 ? std::max(low, query - call_.window + 1) : low;
       factors_[r] = weigh(scores_ + r * kTile, first, last, from, std::min(high, query + 1), call_.softcap,
                           sums.top[r], sums.total + r * kLanes);
     }
-    find(call_.values, piece.kv_head, slots, low, high, value_copies_, value_stride_, vectors);
+    find(call_.values, piece.kv_head, tile.slots, low, high, value_copies_, value_stride_, vectors);
     for (int column = 0; column < stride_; column += kVectors * kLanes) {
       int count = std::min(kVectors, (stride_ - column) / kLanes);
       for (int r = 0; r < rows; r += kRows)

@@ -18,7 +18,7 @@ struct Cache {
   int64_t slots;
   int dim;         // elements that mean something
   int width;       // elements held: padded to whole groups when packed
-  int group_size;  // of packed ones
+  int group_size, groups;  // of packed ones
 };
 
 struct Attention {

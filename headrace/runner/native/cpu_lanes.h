@@ -90,6 +90,12 @@ inline Ints rounded(Floats x) {  // |x| below 2^22: adding 1.5 · 2^23 leaves th
 
 inline Floats floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
+#if defined(__aarch64__)
+typedef __fp16 HalfFloat;
+#else
+typedef _Float16 HalfFloat;
+#endif
+
 // Sixteen values stored with 16 bits.
 template <bool Half>
 inline Floats widened(const void* memory) {
@@ -111,7 +117,7 @@ inline Floats widened(const void* memory) {
   std::memcpy(bits, memory, sizeof bits);
   for (int i = 0; i < kStrip; i++) {
     if constexpr (Half) {
-      _Float16 half;
+      HalfFloat half;
       std::memcpy(&half, &bits[i], sizeof half);
       wide[i] = half;
     } else {

@@ -65,6 +65,7 @@ headrace::Cache cache_of(const std::vector<mx::array>& inputs, size_t first, int
     return cache;
   }
   cache.width = data.shape(2) * 32 / bits;
+  cache.groups = cache.width / group;
   cache.element = bits == 8 ? headrace::Element::packed8 : headrace::Element::packed4;
   cache.scales = static_cast<const uint16_t*>(inputs[first + 1].data<void>());
   cache.biases = static_cast<const uint16_t*>(inputs[first + 2].data<void>());

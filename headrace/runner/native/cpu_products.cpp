@@ -19,6 +19,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "cpu_products.h"
 
@@ -61,25 +62,36 @@ Narrow narrow(int inputs, int outputs, int bits, int group, const std::string& s
   return {{bits, group, kind}, inputs, outputs};
 }
 
+const uint8_t* bytes_of(const mx::array& weights) {
+  if (!weights.flags().row_contiguous) throw std::invalid_argument("narrow weights must lie in one piece");
+  return weights.data<uint8_t>();
+}
+
 class NarrowProduct : public mx::Primitive {
  public:
-  NarrowProduct(mx::Stream stream, Narrow weights, bool gated)
-      : mx::Primitive(stream), weights_(weights), gated_(gated) {}
+  NarrowProduct(mx::Stream stream, Narrow weights, bool gated, std::vector<int> widths)
+      : mx::Primitive(stream), weights_(weights), gated_(gated), widths_(std::move(widths)) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& array : in) encoder.set_input_array(array);
-    encoder.set_output_array(out[0]);
-    const headrace::Product product{weights_.form,
-                                    in[1].data<uint8_t>(),
-                                    in.size() > 2 ? in[2].data<float>() : nullptr,
-                                    in[0].data<float>(),
-                                    out[0].data<float>(),
-                                    int(in[0].size() / weights_.inputs),
-                                    weights_.inputs,
-                                    weights_.outputs,
-                                    gated_};
+    headrace::Product product{weights_.form,
+                              bytes_of(in[1]),
+                              in.size() > 2 ? in[2].data<float>() : nullptr,
+                              in[0].data<float>(),
+                              int(in[0].size() / weights_.inputs),
+                              weights_.inputs,
+                              weights_.outputs,
+                              gated_,
+                              int(out.size()),
+                              {},
+                              {}};
+    for (size_t i = 0; i < out.size(); i++) {
+      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+      encoder.set_output_array(out[i]);
+      product.out[i] = out[i].data<float>();
+      product.widths[i] = widths_[i];
+    }
     encoder.dispatch([product]() { headrace::compute(product, threads()); });
   }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
@@ -88,17 +100,21 @@ class NarrowProduct : public mx::Primitive {
   const char* name() const override { return "NarrowProduct"; }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& same = static_cast<const NarrowProduct&>(other);
-    return weights_ == same.weights_ && gated_ == same.gated_;
+    return weights_ == same.weights_ && gated_ == same.gated_ && widths_ == same.widths_;
   }
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
-    mx::Shape shape = in[0].shape();
-    shape.back() = gated_ ? weights_.outputs / 2 : weights_.outputs;
-    return {shape};
+    std::vector<mx::Shape> shapes;
+    for (int width : widths_) {
+      shapes.push_back(in[0].shape());
+      shapes.back().back() = width;
+    }
+    return shapes;
   }
 
  private:
   Narrow weights_;
   bool gated_;
+  std::vector<int> widths_;
 };
 
 class NarrowRows : public mx::Primitive {
@@ -110,7 +126,7 @@ class NarrowRows : public mx::Primitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& array : in) encoder.set_input_array(array);
     encoder.set_output_array(out[0]);
-    encoder.dispatch([w = weights_, index = in[0].data<int32_t>(), bytes = in[1].data<uint8_t>(),
+    encoder.dispatch([w = weights_, index = in[0].data<int32_t>(), bytes = bytes_of(in[1]),
                       to = out[0].data<float>(), count = in[0].size()]() {
       for (size_t i = 0; i < count; i++) {
         const int64_t output = index[i] < 0 ? int64_t(index[i]) + w.outputs : index[i];
@@ -141,8 +157,23 @@ void check(const mx::array& weights, const Narrow& form, bool gated) {
     throw std::invalid_argument("narrow weights do not have their form's size");
 }
 
-mx::array product(const mx::array& x, const mx::array& weights, const std::optional<mx::array>& bias, int outputs,
-                  int bits, int group, const std::string& scale, bool gated) {
+// Widths of the results: the matrix's own, or those asked for.
+std::vector<int> checked(std::vector<int> widths, int outputs) {
+  if (widths.empty()) return {outputs};
+  int total = 0;
+  for (size_t i = 0; i < widths.size(); i++) {
+    if (widths[i] < 1 || (i + 1 < widths.size() && widths[i] % headrace::kStrip))
+      throw std::invalid_argument("parts of a product must be whole strips");
+    total += widths[i];
+  }
+  if (total != outputs || widths.size() > headrace::kMostParts)
+    throw std::invalid_argument("the parts are not the product");
+  return widths;
+}
+
+std::vector<mx::array> product(const mx::array& x, const mx::array& weights, const std::optional<mx::array>& bias,
+                               int outputs, int bits, int group, const std::string& scale, bool gated,
+                               std::vector<int> widths) {
   const int inputs = x.ndim() ? x.shape(-1) : 0;
   const Narrow form = narrow(inputs, outputs, bits, group, scale);
   check(weights, form, gated);
@@ -151,9 +182,12 @@ mx::array product(const mx::array& x, const mx::array& weights, const std::optio
   const mx::Stream stream = mx::default_stream(mx::Device::cpu);
   std::vector<mx::array> in = {mx::contiguous(mx::astype(x, mx::float32, stream), false, stream), weights};
   if (bias) in.push_back(mx::contiguous(mx::astype(*bias, mx::float32, stream), false, stream));
-  mx::Shape shape = x.shape();
-  shape.back() = gated ? outputs / 2 : outputs;
-  return mx::array(shape, mx::float32, std::make_shared<NarrowProduct>(stream, form, gated), std::move(in));
+  widths = checked(std::move(widths), gated ? outputs / 2 : outputs);
+  std::vector<mx::Shape> shapes(widths.size(), x.shape());
+  for (size_t i = 0; i < widths.size(); i++) shapes[i].back() = widths[i];
+  const std::vector<mx::Dtype> dtypes(widths.size(), mx::float32);
+  const auto primitive = std::make_shared<NarrowProduct>(stream, form, gated, std::move(widths));
+  return mx::array::make_arrays(shapes, dtypes, primitive, in);
 }
 
 mx::array rows(const mx::array& index, const mx::array& weights, int inputs, int outputs, int bits, int group,
@@ -171,7 +205,8 @@ mx::array rows(const mx::array& index, const mx::array& weights, int inputs, int
 
 NB_MODULE(headrace_cpu_products, m) {
   m.def("product", &product, nb::arg("x"), nb::arg("weights"), nb::arg("bias").none(), nb::kw_only(),
-        nb::arg("outputs"), nb::arg("bits"), nb::arg("group"), nb::arg("scale"), nb::arg("gated") = false);
+        nb::arg("outputs"), nb::arg("bits"), nb::arg("group"), nb::arg("scale"), nb::arg("gated") = false,
+        nb::arg("widths") = std::vector<int>());
   m.def("rows", &rows, nb::arg("index"), nb::arg("weights"), nb::kw_only(), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
   m.def("threads", []() { return threads().count; });

@@ -52,15 +52,20 @@ struct Form {
   }
 };
 
-// gated: weights have strips of a gate and of what it gates in turns; an output is silu(gate) · other.
+constexpr int kMostParts = 4;
+
+// gated: weights have strips of a gate and of what it gates in turns; an output is silu(gate) · other. Results go to
+// one array, or are cut by outputs into several, whose widths but the last are whole strips.
 struct Product {
   Form form;
   const uint8_t* weights;
   const float* bias;  // or null
   const float* x;
-  float* out;
   int rows, inputs, outputs;
   bool gated;
+  int parts;
+  float* out[kMostParts];
+  int widths[kMostParts];
 };
 
 using Piece = void (*)(const void* task, int first, int last);
@@ -318,14 +323,18 @@ inline int strips_together(const Form& form, int rows) {
 struct Strips {
   const Product& product;
   const Rows& rows;
-  float* out;
+  int first;  // row of the chunk
 };
 
-// Writes the sums of `rows` rows, which belong to 16 outputs from `column` on.
-inline void write(const Product& p, float* out, int rows, int column, const Floats* sums, const Floats* gates) {
-  const int width = p.gated ? p.outputs / 2 : p.outputs, count = std::min(kStrip, width - column);
+// Writes the sums of `rows` rows from `row` on, which belong to 16 outputs from `column` on.
+inline void write(const Product& p, int64_t row, int rows, int column, const Floats* sums, const Floats* gates) {
+  const float* biases = p.bias ? p.bias + column : nullptr;
+  int part = 0;
+  for (; column >= p.widths[part]; part++) column -= p.widths[part];
+  const int width = p.widths[part], count = std::min(kStrip, width - column);
+  float* out = p.out[part] + row * width;
   Floats bias = {};
-  if (p.bias) std::memcpy(&bias, p.bias + column, sizeof(float) * count);
+  if (p.bias) std::memcpy(&bias, biases, sizeof(float) * count);
   for (int r = 0; r < rows; r++) {
     Floats value = p.bias ? sums[r] + bias : sums[r];
     if (gates) value *= silu(gates[r]);
@@ -348,8 +357,7 @@ inline Tile tile_of(const Strips& s, int band, int strip) {
 // A band by the strips first … last, as many at a time as a kernel takes. Gated: by pairs of strips.
 inline void band_by_strips(const Strips& s, int band, int first, int last) {
   const Product& p = s.product;
-  const int height = s.rows.height(band), width = p.gated ? p.outputs / 2 : p.outputs;
-  float* out = s.out + int64_t(s.rows.start(band)) * width;
+  const int height = s.rows.height(band), row = s.first + s.rows.start(band);
   Floats sums[kMostStrips * kMostRows];
   if (p.gated) first *= 2, last *= 2;
   const int each = p.gated ? 2 : strips_together(p.form, height);
@@ -364,9 +372,9 @@ inline void band_by_strips(const Strips& s, int band, int first, int last) {
       kernel_for(p.form, height, together > 1)(tile_of(s, band, strip), sums);
     }
     if (p.gated)
-      write(p, out, height, strip / 2 * kStrip, sums + height, sums);
+      write(p, row, height, strip / 2 * kStrip, sums + height, sums);
     else
-      for (int i = 0; i < together; i++) write(p, out, height, (strip + i) * kStrip, sums + i * height, nullptr);
+      for (int i = 0; i < together; i++) write(p, row, height, (strip + i) * kStrip, sums + i * height, nullptr);
   }
 }
 
@@ -411,7 +419,7 @@ inline void compute_chunk(const Product& p, const Threads& threads, int first, i
   else
     threads.run(&preparation, prepare_bands, bands, 1);
   const int width = p.gated ? p.outputs / 2 : p.outputs, strips = (width + kStrip - 1) / kStrip;
-  const Strips task{p, rows, p.out + int64_t(first) * width};
+  const Strips task{p, rows, first};
   threads.run(&task, by_strips, strips, strips_step(p, count, strips, threads.count));
 }
 

@@ -78,6 +78,10 @@ struct Driver {
   int (*record_event)(CUevent_st*, CUstream_st*);
   int (*wait_event)(CUevent_st*);
   int (*destroy_event)(CUevent_st*);
+  int (*elapsed)(float*, CUevent_st*, CUevent_st*);
+  int (*make_stream)(CUstream_st**, unsigned);
+  int (*wait_stream)(CUstream_st*);
+  int (*destroy_stream)(CUstream_st*);
   int (*error_string)(int, const char**);
 
   static const Driver& get() {
@@ -108,6 +112,10 @@ struct Driver {
     find(record_event, "cuEventRecord");
     find(wait_event, "cuEventSynchronize");
     find(destroy_event, "cuEventDestroy_v2");
+    find(elapsed, "cuEventElapsedTime");
+    find(make_stream, "cuStreamCreate");
+    find(wait_stream, "cuStreamSynchronize");
+    find(destroy_stream, "cuStreamDestroy_v2");
     find(error_string, "cuGetErrorString");
   }
 };
@@ -255,7 +263,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     }
     if (!input.flags().row_contiguous) throw std::runtime_error("a recorded input is not contiguous");
     arrays_ = {input, packed};
-    parts_ = parts;
+    sent_bytes_ = at - address(packed);
     results_ = results;
     results_.push_back(zero);
     outbox_.allocate(packed.nbytes());
@@ -272,22 +280,26 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     for (size_t i = 0; i < results.size(); i++) results[i].copy_shared_buffer(results_[i]);
   }
 
-  // The bytes of the host's inputs (fewer than `packed` may hold), which must be arrays that the host has made and nothing has written since.
-  std::vector<char> gather(const std::vector<mx::array>& parts) const {
-    if (parts.size() != parts_.size()) throw std::invalid_argument("a step takes other inputs than the recorded one");
-    std::vector<char> bytes;
-    bytes.reserve(arrays_[1].nbytes());
-    for (size_t i = 0; i < parts.size(); i++) {
-      auto& part = parts[i];
-      if (part.shape() != parts_[i].shape() || part.dtype() != parts_[i].dtype() || !part.flags().row_contiguous) {
-        throw std::invalid_argument("a step's input has another shape than the recorded one");
-      }
-      const char* data = part.data<char>();
-      bytes.insert(bytes.end(), data, data + part.nbytes());
-    }
-    return bytes;
+  // Seconds that the device takes for one of `times` launches, one behind the other.
+  double seconds(int times) {
+    auto& driver = Driver::get();
+    auto& encoder = this->encoder();
+    encoder.commit();
+    CUstream_st* stream = encoder.stream();
+    CUevent_st* events[2] = {};
+    for (auto*& event : events) check(driver.make_event(&event, 0), "making an event");
+    check(driver.launch(exec_, stream), "launching a step");
+    check(driver.record_event(events[0], stream), "timing a step");
+    for (int i = 0; i < times; i++) check(driver.launch(exec_, stream), "launching a step");
+    check(driver.record_event(events[1], stream), "timing a step");
+    check(driver.wait_event(events[1]), "timing a step");
+    float milliseconds = 0;
+    check(driver.elapsed(&milliseconds, events[0], events[1]), "timing a step");
+    for (auto* event : events) driver.destroy_event(event);
+    return milliseconds * 1e-3 / times;
   }
 
+  size_t sent_bytes() const { return sent_bytes_; }
   const mx::array& input() const { return arrays_[0]; }
   const std::vector<mx::array>& results() const { return results_; }
   mx::Stream stream() const { return stream_; }
@@ -304,8 +316,51 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   int max_ops_ = 0, max_mb_ = 0;
   std::shared_ptr<mx::array::Data> sentinel_;
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
-  std::vector<mx::array> arrays_, parts_, results_;
+  std::vector<mx::array> arrays_, results_;
+  size_t sent_bytes_ = 0;
   Outbox outbox_;
+};
+
+// -- reading results ------------------------------------------------------------------------------------------
+
+// Copies what small arrays hold to the host. MLX would move an array that the host looks at into memory that both
+// share, where it stays when the buffer is used again.
+class Reader {
+ public:
+  Reader() {
+    check(Driver::get().make_stream(&stream_, kNonBlocking), "making a stream");
+    check(Driver::get().pinned(&memory_, kBytes, 0), "allocating pinned memory");
+  }
+  Reader(const Reader&) = delete;
+  ~Reader() {
+    Driver::get().unpin(memory_);
+    Driver::get().destroy_stream(stream_);
+  }
+
+  // The arrays' bytes, one behind the other; None when they are too large or not contiguous. They must have been
+  // evaluated and waited for.
+  nb::object read(const std::vector<mx::array>& arrays) {
+    auto& driver = Driver::get();
+    size_t total = 0;
+    for (auto& array : arrays) {
+      total += array.nbytes();
+      if (!array.flags().row_contiguous || total > kBytes) return nb::none();
+    }
+    auto at = reinterpret_cast<CUdeviceptr>(memory_);
+    for (auto& array : arrays) {
+      if (array.nbytes() == 0) continue;
+      check(driver.copy(at, address(array), array.nbytes(), stream_), "reading results");
+      at += array.nbytes();
+    }
+    check(driver.wait_stream(stream_), "reading results");
+    return nb::bytes(static_cast<const char*>(memory_), total);
+  }
+
+ private:
+  static constexpr size_t kBytes = 1 << 20;
+  static constexpr unsigned kNonBlocking = 1;
+  CUstream_st* stream_ = nullptr;
+  void* memory_ = nullptr;
 };
 
 // -- operations -----------------------------------------------------------------------------------------------
@@ -349,11 +404,12 @@ mx::array mark(std::shared_ptr<StepGraph> graph, const std::vector<mx::array>& r
 }
 
 std::vector<mx::array> replay(std::shared_ptr<StepGraph> graph, const mx::array& input,
-                              const std::vector<mx::array>& parts, const std::vector<mx::array>& after) {
+                              const nb::bytes& message, const std::vector<mx::array>& after) {
   if (input.shape() != graph->input().shape() || input.dtype() != graph->input().dtype()) {
     throw std::invalid_argument("a step's input has another shape than the recorded one");
   }
-  auto sent = graph->gather(parts);
+  if (message.size() != graph->sent_bytes()) throw std::invalid_argument("a step sends more than the recorded one");
+  std::vector<char> sent(message.c_str(), message.c_str() + message.size());
   std::vector<mx::array> inputs{mx::contiguous(input, false, graph->stream())};
   inputs.insert(inputs.end(), after.begin(), after.end());
   std::vector<mx::Shape> shapes;
@@ -374,8 +430,12 @@ NB_MODULE(headrace_step_graph, m) {
       .def("begin", &StepGraph::begin)
       .def("end", &StepGraph::end)
       .def("bind", &StepGraph::bind)
+      .def("seconds", &StepGraph::seconds)
       .def_prop_ro("nodes", &StepGraph::nodes)
       .def_prop_ro("error", &StepGraph::error);
+  nb::class_<Reader>(m, "Reader")
+      .def(nb::init<>())
+      .def("read", &Reader::read);
   m.def("mark", &mark);
   m.def("replay", &replay);
 }

@@ -7,20 +7,21 @@ import mlx.nn as nn
 from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.moe_decode import ExpertsChoice
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 
 def substitute_decode_products(
-    model: nn.Module, store: PoolStore | None, *, bits: int | None = None, replayed: bool = False
+    model: nn.Module, store: PoolStore | None, recorder: Recorder | None = None, *, bits: int | None = None
 ) -> str:
     """Fuse decoder blocks, then give the linear layers outside of them the few-rows product.
 
-    Needs the projections fused (``fuse_projections``) and the attention bound (``install``). ``bits``: of
-    packed pools. ``replayed``: decode steps will be recorded and replayed.
+    Needs the projections fused (``fuse_projections``) and the attention bound (``install``). ``recorder``: where
+    decode steps will be recorded and replayed. ``bits``: of packed pools.
     """
-    products, experts = SmallRowsKernel(replayed=replayed), ExpertsChoice()
+    products, experts = SmallRowsKernel(recorder=recorder), ExpertsChoice(recorder=recorder)
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:

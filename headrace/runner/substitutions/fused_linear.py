@@ -8,11 +8,14 @@ code runs unmodified, whatever it does with the results.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from headrace.runner.substitutions.narrow_linear import NarrowLinear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -23,10 +26,11 @@ class _Shared:
     ``owner`` is the part that holds the stacked linear, which may be substituted there.
     """
 
-    def __init__(self, cuts: Sequence[int], parts: int) -> None:
+    def __init__(self, widths: Sequence[int]) -> None:
         self.owner: FusedPart | None = None
-        self._cuts = list(cuts)
-        self._parts = parts
+        self._widths = list(widths)
+        self._cuts = list(itertools.accumulate(widths[:-1]))
+        self._parts = len(widths)
         self._input: mx.array | None = None
         self._taken = 0
         self._columns: list[mx.array] = []
@@ -34,7 +38,11 @@ class _Shared:
     def part(self, index: int, x: mx.array) -> mx.array:
         if x is not self._input:
             assert self.owner is not None, "the first part is made first"
-            self._columns = list(mx.split(self.owner.stacked(x), self._cuts, axis=-1))
+            stacked = self.owner.stacked
+            if isinstance(stacked, NarrowLinear):
+                self._columns = stacked.parts(x, self._widths)
+            else:
+                self._columns = list(mx.split(stacked(x), self._cuts, axis=-1))
             self._input, self._taken = x, 0
         columns = self._columns[index]
         self._taken += 1
@@ -58,21 +66,17 @@ class FusedPart(nn.Module):  # type: ignore[misc]
         return self._shared.part(self._index, x)
 
 
-def fuse_projections(model: nn.Module) -> int:
-    """Fuse all groups found in ``model``; returns how many. Weights are moved layer by layer."""
+def fuse_projections(model: nn.Module, kinds: Sequence[type] = (nn.Linear, nn.QuantizedLinear)) -> int:
+    """Fuse all groups of ``kinds`` in ``model``; returns how many. Weights are moved layer by layer."""
     count = 0
     for _, module in model.named_modules():
         children = module.children()
         for names in GROUPS:
             linears = [children.get(name) for name in names]
-            stacked = _stack(linears)
+            stacked = _stack(linears) if type(linears[0]) in kinds else None
             if stacked is None:
                 continue
-            cuts, total = [], 0
-            for linear in linears[:-1]:
-                total += _outputs(linear)
-                cuts.append(total)
-            shared = _Shared(cuts, len(names))
+            shared = _Shared([_outputs(linear) for linear in linears])
             for index, name in enumerate(names):
                 setattr(module, name, FusedPart(shared, index, stacked if index == 0 else None))
             del linears
@@ -95,13 +99,20 @@ def _blank(linear: Any) -> nn.Module:
 
 
 def _outputs(linear: Any) -> int:
+    if isinstance(linear, NarrowLinear):
+        return linear.matrix.form.outputs
     return int(linear.weight.shape[0])
 
 
 def _stack(linears: Sequence[Any]) -> nn.Module | None:
     """The linears as one, or None when they cannot be: kinds, packings or biases differ."""
     kind = type(linears[0])
-    if kind not in (nn.Linear, nn.QuantizedLinear) or any(type(linear) is not kind for linear in linears):
+    if any(type(linear) is not kind for linear in linears):
+        return None
+    if kind is NarrowLinear:
+        joined: nn.Module | None = linears[0].joined(linears[1:])
+        return joined
+    if kind not in (nn.Linear, nn.QuantizedLinear):
         return None
     names = set(linears[0].parameters())
     if any(set(linear.parameters()) != names for linear in linears):

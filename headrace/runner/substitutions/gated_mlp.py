@@ -1,8 +1,8 @@
 """Module substitution, CPU with float32 activations: gated feed-forward layers with a fast activation.
 
 The pattern is ``down(act(gate(x)) * up(x))`` with act SiLU or tanh-GELU, whatever the class is called; the gate
-is a native operation where there is one, else a compiled function. A module is replaced only after it gave the same
-output on random input as its replacement does with the same weights.
+is a native operation where there is one, else a compiled function. A module is replaced only after it gave the
+same output on random input as its replacement does with the same weights.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from headrace.runner.small_rows import (
     measured_bucket,
     plain_product,
 )
+from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions import moe_source as source
 from headrace.runner.timing import best_seconds
 
@@ -198,6 +199,7 @@ class ExpertsChoice:
         kernel: makes the kernel when it is first needed.
         dtypes: of weights that it takes.
         timed: whether it must also be faster.
+        recorder: where decode steps are recorded and replayed, so that only the device's time counts.
 
     Attributes:
         faults: what was wrong with the kernel, one line each.
@@ -209,8 +211,10 @@ class ExpertsChoice:
         *,
         dtypes: Sequence[mx.Dtype] = KINDS,
         timed: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         self._dtypes = dtypes
+        self._recorder = recorder
         self._make = kernel
         self._timed = timed
         self._kernel: ExpertsKernel | None = None
@@ -283,8 +287,16 @@ class ExpertsChoice:
 
     def _is_faster(self, h: mx.array, halves: Sequence[ExpertsFeedForward], products: Products) -> bool:
         assert self._kernel is not None
-        own = best_seconds(partial(_chained, halves, h, partial(self._kernel, products=products)), 3, 2)
-        return own < best_seconds(partial(_chained, halves, h, None), 3, 2)
+        own, plain = (
+            self._seconds(partial(_chained, halves, h, by))
+            for by in (partial(self._kernel, products=products), None)
+        )
+        return own < plain
+
+    def _seconds(self, run: Callable[[], mx.array]) -> float:
+        if self._recorder is None:
+            return best_seconds(run, 3, 2)
+        return self._recorder.device_seconds(lambda: [run()])
 
     def note(self) -> str:
         """What ``measure`` found, in one line; empty when there was nothing."""

@@ -8,6 +8,7 @@ where the sums are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from headrace.runner.narrow_weights import (
     interleaved,
     narrow_packed,
     narrow_plain,
+    stacked,
     takes_dtype,
     takes_packing,
 )
@@ -48,6 +50,19 @@ class NarrowLinear(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._products.product(x, self.matrix, self.get("bias"))
+
+    def parts(self, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
+        """The result cut into arrays of these widths, all but the last of them whole strips."""
+        return self._products.parts(x, self.matrix, self.get("bias"), widths)
+
+    def joined(self, others: Sequence[NarrowLinear]) -> NarrowLinear | None:
+        """This layer and the others, which see the same input, as one; None where they do not fit together."""
+        layers = [self, *others]
+        matrix = stacked([layer.matrix for layer in layers])
+        biases = [layer.bias for layer in layers if "bias" in layer]
+        if matrix is None or len(biases) not in (0, len(layers)):
+            return None
+        return NarrowLinear(matrix, self._products, mx.concatenate(biases) if biases else None)
 
 
 class NarrowEmbedding(nn.Module):  # type: ignore[misc]

@@ -7,8 +7,8 @@ position to
     [x1 * c - x2 * s | x1 * s + x2 * c],     so that [1 | 0] gives [c | s].
 
 So the tables are read off the replaced module itself, once per forward, and one native operation applies them,
-or one compiled loop where there is none. A module is replaced only after it gave the same output on random input as
-its replacement.
+or one compiled loop where there is none. A module is replaced only after it gave the same output on random input
+as its replacement.
 """
 
 from __future__ import annotations
