@@ -217,16 +217,17 @@ class WrongPacking(FunctionalRotate):
 
     def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
         queries, pool, slots = super().__call__(qkv, view, spec), view.pool, view.group.slots
-        packing = pool.layers[0].value_packing
-        assert packing is not None
-        scales, biases = pool.value_affine[0]
+        if pool.layers[0].bits is None:
+            return queries
+        scales, biases = pool.value_affine[view.layer]
         if self._fault == "another slot":
             slot = next(slot for slot in range(len(scales)) if slot not in slots.tolist())
             biases[slot] = biases[slot] + 1
         elif self._fault == "rounded down":  # half a step of the code
             biases[slots] = biases[slots] - 0.5 * scales[slots]
         elif self._fault == "order of codes":
-            pool.values[0][slots] = pool.values[0][slots][..., ::-1]
+            codes = pool.values[view.layer]
+            codes[slots] = codes[slots][..., ::-1]
         return queries
 
 
