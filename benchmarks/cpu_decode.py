@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace, ways: Sequence[str]) -> dict[str, Sec
 
 
 class Runner:
-    """The real runner over the model, its pools filled; ``native``: with the native operations, where they build."""
+    """The real runner over the model, its pools filled; ``native``: with native operations, where they build."""
 
     def __init__(self, arguments: argparse.Namespace, *, native: bool) -> None:
         import mlx.core as mx
