@@ -139,11 +139,12 @@ def main() -> None:
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-steps", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-tiles", action="store_true", help="packed pools without tensor cores")
     parser.add_argument("--json")
     args = parser.parse_args()
     device_cache()  # before MLX compiles anything: then it settles on a folder
     end = time.monotonic() + args.budget
-    kernel = PagedDecodeKernel.for_device()
+    kernel = PagedDecodeKernel.for_device(tiles=not args.no_tiles)
     if kernel is None:
         sys.exit("needs a GPU: MLX computes on the CPU here")
     found = []

@@ -44,6 +44,7 @@ from headrace.runner.forward_split import ForwardLimit
 from headrace.runner.grammar_masks import GrammarMasks
 from headrace.runner.kernel_cache import device_cache
 from headrace.runner.kv_layout import ModelLayout, read_layout
+from headrace.runner.kv_packing import BITS
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import DTYPES, LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
@@ -208,7 +209,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     recorder = Recorder.for_device() if compiled and gpu_store is not None else None
     if device.kind == "cuda":
         settle_small_parameters(model)
-        log.info(substitute_decode_products(model, gpu_store, recorder))
+        bits = BITS.get(config.kv_cache_dtype)
+        log.info(substitute_decode_products(model, gpu_store, recorder, bits=bits))
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)

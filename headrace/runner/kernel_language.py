@@ -31,6 +31,10 @@ CUDA_NAMES = """
 #define COS(x) cosf(x)
 #define SIN(x) sinf(x)
 #define RSQRT(x) rsqrtf(x)
+#define ABS(x) fabsf(x)
+#define MIN(a, b) fminf(a, b)
+#define MAX(a, b) fmaxf(a, b)
+#define ROUND(x) roundf(x)
 """
 
 METAL_NAMES = """
@@ -41,6 +45,10 @@ METAL_NAMES = """
 #define COS(x) metal::precise::cos(x)
 #define SIN(x) metal::precise::sin(x)
 #define RSQRT(x) metal::precise::rsqrt(x)
+#define ABS(x) metal::abs(x)
+#define MIN(a, b) metal::min(a, b)
+#define MAX(a, b) metal::max(a, b)
+#define ROUND(x) metal::round(x)
 """
 
 

@@ -80,7 +80,7 @@ def all_kernels() -> None:
 
 def attention() -> None:
     kernel = paged_decode.PagedDecodeKernel(
-        cuda_kernel, paged_decode_source.CUDA_PRELUDE, paged_decode.CUDA_FLOATS
+        cuda_kernel, paged_decode_source.CUDA_PRELUDE, paged_decode.CUDA_FLOATS, tiles=True
     )
     cases = [
         Case(dtype="bfloat16", widths=(64, 64), ratio=4, block_size=32),
@@ -89,6 +89,10 @@ def attention() -> None:
         Case(dtype="bfloat16", widths=(576, 512), ratio=16, kv_heads=1),
         Case(dtype="bfloat16", widths=(128, 128), ratio=4, bits=8, window=64),
         Case(dtype="float16", widths=(256, 256), ratio=2, bits=4, softcap=50.0),
+        Case(dtype="bfloat16", widths=(96, 96), ratio=4, bits=8),
+        Case(dtype="bfloat16", widths=(64, 64), ratio=4, bits=8),
+        Case(dtype="float16", widths=(64, 64), ratio=8, bits=4, window=64, sinks=True),
+        Case(dtype="float16", widths=(128, 128), ratio=3, bits=4, softcap=50.0),
     ]
     for case in cases:
         # One short row is one split, one long row is many.
@@ -111,17 +115,18 @@ def stores() -> None:
     rotate = RotateAndStore(cuda_kernel, CUDA_NAMES)
     for dtype in HALF:
         for norm in (None, mx.ones((64,), dtype)):
-            pool = KVPool([LayerShape(0, 2, 64, 64, dtype)], [4], 32, head_major=False, store=store)
-            group = GroupBatch(None, mx.zeros((1,), mx.int32))
-            batch = ForwardBatch(
-                offsets=mx.zeros((1,), mx.int32),
-                ends=mx.ones((1,), mx.int32),
-                starts=[0],
-                lengths=[1],
-                groups=[group],
-            )
-            spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
-            rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
+            for bits in (None, 8, 4):
+                pool = KVPool([LayerShape(0, 2, 64, 64, dtype, bits)], [4], 32, head_major=False, store=store)
+                group = GroupBatch(None, mx.zeros((1,), mx.int32))
+                batch = ForwardBatch(
+                    offsets=mx.zeros((1,), mx.int32),
+                    ends=mx.ones((1,), mx.int32),
+                    starts=[0],
+                    lengths=[1],
+                    groups=[group],
+                )
+                spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
+                rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
 
 
 def products() -> None:

@@ -33,7 +33,7 @@ class EmulatedKernel:
     def __init__(
         self, folder: Path, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str
     ) -> None:
-        assert MACHINE in header or "asm" not in header
+        assert MACHINE in header or "asm" not in header or "#ifdef __CUDACC__" in header
         self._folder = folder
         self._names = list(input_names), list(output_names)
         self._source, self._header = source, header.replace(MACHINE, "")
@@ -77,7 +77,9 @@ class EmulatedKernel:
             for name, value in template
         )
         arguments = ", ".join([*names, *(f"{name}_shape" for name in names), *results])
+        # MLX's memory begins at a multiple of eight bytes on the CPU.
         text = f"""#include "{SHIM}"
+          #define alignas(bytes)
           {self._header}
           void kernel({signature}) {{
           {constants}
@@ -101,9 +103,9 @@ def _storage(dtype: mx.Dtype) -> Any:
 
 
 def host(array: mx.array) -> np.ndarray:
-    """The array's bits, contiguous."""
+    """The array's bits, contiguous, where they are: what a kernel writes into its inputs stays."""
     array = mx.contiguous(array)
-    return np.array(array.view(mx.uint16) if array.dtype.size == 2 else array)
+    return np.array(array.view(mx.uint16) if array.dtype.size == 2 else array, copy=False)
 
 
 def device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:

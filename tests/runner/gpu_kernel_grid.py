@@ -1,6 +1,6 @@
 """The paged decode kernel over a grid of forms on a GPU, against attention by its definition (on the host).
 
-    python tests/runner/gpu_kernel_grid.py [--seconds 225] [--jobs 4]
+    python tests/runner/gpu_kernel_grid.py [--seconds 225] [--jobs 4] [--no-tiles]
 
 A form is what is compiled: widths, packing, dtype, queries per KV head, sinks, soft-capping, splits or none; each
 costs seconds of compilation, so there are few, and each runs over many lengths and windows; several processes
@@ -120,9 +120,11 @@ def run_form(kernel: PagedDecodeKernel, form: Case) -> list[str]:
     return faults
 
 
-def run_grid(seconds: float, report: Callable[[str], None], part: int = 0, jobs: int = 1) -> list[str]:
+def run_grid(
+    seconds: float, report: Callable[[str], None], part: int = 0, jobs: int = 1, *, tiles: bool = True
+) -> list[str]:
     """All faults of every ``jobs``-th form from ``part`` on, and one line for each that was not reached."""
-    kernel = PagedDecodeKernel.for_device()
+    kernel = PagedDecodeKernel.for_device(tiles=tiles)
     assert kernel is not None
     chosen, start = forms()[part::jobs], time.monotonic()
     usual = paged_decode.BUSY_BLOCKS, paged_decode.MIN_SPLIT_ELEMENTS
@@ -153,17 +155,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=225.0)
     parser.add_argument("--jobs", type=int, default=4, help="processes on the one GPU")
     parser.add_argument("--part", type=int, help="one of them, from 0 on")
+    parser.add_argument("--no-tiles", action="store_true", help="packed pools without tensor cores")
     args = parser.parse_args()
     if mx.default_device() != mx.gpu:
         print("needs a GPU: MLX computes on the CPU here")
         return 2
     if args.part is None and args.jobs > 1:
-        command = [sys.executable, __file__, "--seconds", str(args.seconds), "--jobs", str(args.jobs), "--part"]
+        command = [sys.executable, __file__, "--seconds", str(args.seconds), "--jobs", str(args.jobs)]
+        command += [*(["--no-tiles"] if args.no_tiles else []), "--part"]
         parts = [subprocess.Popen([*command, str(part)]) for part in range(args.jobs)]
         codes = [part.wait() for part in parts]
         print("all right" if not any(codes) else f"exit codes of the processes: {codes}", flush=True)
         return max(map(abs, codes))
-    return 1 if run_grid(args.seconds, lambda line: print(line, flush=True), args.part or 0, args.jobs) else 0
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
+    return 1 if run_grid(args.seconds, report, args.part or 0, args.jobs, tiles=not args.no_tiles) else 0
 
 
 if __name__ == "__main__":

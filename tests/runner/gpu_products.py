@@ -436,6 +436,9 @@ def check_blocks(name: str) -> str | None:
     faults = [*products.faults, *experts.faults]
     found = [module for _, module in model.named_modules() if isinstance(module, FusedBlock)]
     faults += [] if count == 4 else [f"fused {count} of 4"]
+    for rows, bits in ((5, 8), (40, 8), (5, 4), (40, 4)) if found else ():
+        fault = block_check.compare(found[0], store, rows=rows, bits=bits)
+        faults += [] if fault is None else [f"{rows} rows, int{bits}: {fault}"]
     for rows in (1, 5, 9, 32, 40) if found else ():
         fault = block_check.compare(found[0], store, rows=rows)
         faults += [] if fault is None else [f"{rows} rows: {fault}"]

@@ -47,7 +47,7 @@ class FunctionalRotate:
         self._error = error
 
     def supports(self, spec: RotarySpec, view: LayerView) -> bool:
-        return view.pool.layers[view.layer].bits is None
+        return True
 
     def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
         self.calls += 1
@@ -78,10 +78,9 @@ def _dispatcher() -> None:
     install(None)
 
 
-def tools(rotate: FunctionalRotate | None = None) -> BlockTools:
-    return BlockTools(
-        SmallRowsKernel(plain_product), rotate or FunctionalRotate(), None, ExpertsChoice(), timed=False
-    )
+def tools(rotate: FunctionalRotate | None = None, bits: int | None = None) -> BlockTools:
+    rotate = rotate or FunctionalRotate()
+    return BlockTools(SmallRowsKernel(plain_product), rotate, None, ExpertsChoice(), timed=False, bits=bits)
 
 
 def fused_blocks(model: nn.Module) -> list[FusedBlock]:
@@ -196,6 +195,56 @@ def test_a_wrong_block_is_not_used() -> None:
     count, note = substitute_decoder_blocks(model, tools(FunctionalRotate(error=0.1)))
     assert count == 0 and not fused_blocks(model)
     assert "fused 0 of 3" in note and "stored values differ" in note
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_over_packed_pools_are_checked(bits: int, dtype: mx.Dtype) -> None:
+    model = model_with("qwen3")
+    model.set_dtype(dtype)
+    fuse_projections(model)
+    count, note = substitute_decoder_blocks(model, tools(bits=bits))
+    assert count == CONFIGS["qwen3"]["num_hidden_layers"], note
+    assert {compare(block, None, rows=40, bits=bits) for block in fused_blocks(model)} == {None}
+
+
+class WrongPacking(FunctionalRotate):
+    """Packs as it should, then changes what ``fault`` says."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
+        queries, pool, slots = super().__call__(qkv, view, spec), view.pool, view.group.slots
+        if pool.layers[0].bits is None:
+            return queries
+        scales, biases = pool.value_affine[view.layer]
+        if self._fault == "another slot":
+            slot = next(slot for slot in range(len(scales)) if slot not in slots.tolist())
+            biases[slot] = biases[slot] + 1
+        elif self._fault == "rounded down":  # half a step of the code
+            biases[slots] = biases[slots] - 0.5 * scales[slots]
+        elif self._fault == "order of codes":
+            codes = pool.values[view.layer]
+            codes[slots] = codes[slots][..., ::-1]
+        return queries
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("another slot", "where nothing was to be written"),
+        ("rounded down", "of two steps one way"),
+        ("order of codes", "times what packing may cost"),
+    ],
+)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_wrong_packing_is_not_used(fault: str, told: str, bits: int) -> None:
+    model = model_with("llama")
+    fuse_projections(model)
+    count, note = substitute_decoder_blocks(model, tools(WrongPacking(fault), bits))
+    assert count == 0 and "stored values differ" in note and told in note
 
 
 def test_a_wrong_product_is_not_used() -> None:

@@ -16,6 +16,9 @@ from test_decoder_block import FunctionalRotate, model_with
 
 from headrace.runner import small_rows
 from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.rotate_store import RotateAndStore
+from headrace.runner.kernel_language import CUDA_NAMES
+from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import (
     Dense,
     KernelProducts,
@@ -108,6 +111,22 @@ def test_a_block_of_kernels_is_the_unmodified_block(name: str) -> None:
     assert attention is not None and feed_forward is not None
     block = FusedBlock(module, attention, feed_forward, KernelProducts(), FunctionalRotate())
     assert [compare(block, None, rows=rows) for rows in (5, 33)] == [None, None]
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_block_writes_packed_pools_in_place(name: str, bits: int | None, compiled: Path) -> None:
+    install(None)
+    model = model_with(name, head_dim=32)
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+    make = emulated(compiled)
+    store, rotate = PoolStore(make, CUDA_NAMES), RotateAndStore(make, CUDA_NAMES)
+    module = model.model.layers[0]
+    attention, feed_forward = attention_parts(module), dense_feed_forward(module)
+    assert attention is not None and feed_forward is not None
+    block = FusedBlock(module, attention, feed_forward, KernelProducts(), rotate)
+    assert [compare(block, store, rows=rows, bits=bits) for rows in (5, 33)] == [None, None]
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -67,6 +67,18 @@ def test_a_wrong_one_is_not(kernel: ReferenceInItsPlace) -> None:
     assert "4 heads over 2 of 64, int8" in choice.note
 
 
+def test_without_tensor_cores_where_those_are_wrong(
+    kernel: ReferenceInItsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*, tiles: bool = True) -> ReferenceInItsPlace:
+        return ReferenceInItsPlace(0.1) if tiles else kernel
+
+    monkeypatch.setattr(PagedDecodeKernel, "for_device", staticmethod(made))
+    assert choose_kernel(replace(LAYER, bits=8), 4, None, 16).kernel is kernel
+    assert choose_kernel(replace(LAYER, bits=8, key_dim=96), 4, None, 16).kernel is None
+    assert choose_kernel(LAYER, 4, None, 16).kernel is None
+
+
 def test_a_slower_one_is_not(kernel: ReferenceInItsPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((3e-6, 2e-6))
     monkeypatch.setattr(kernel_check, "best_seconds", lambda run: next(times))

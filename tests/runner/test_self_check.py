@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from test_decoder_block import FunctionalRotate, WrongPacking
 from tiny_models import CONFIGS, VOCAB, tiny_model
 
 from headrace.errors import StartupError
@@ -25,6 +27,11 @@ from headrace.runner.logits_head import substitute_head
 from headrace.runner.model_runner import RunnerOptions
 from headrace.runner.packed_check import packed_fault
 from headrace.runner.self_check import choose_options
+from headrace.runner.small_rows import SmallRowsKernel, plain_product
+from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
+from headrace.runner.substitutions.decoder_block import FusedBlock
+from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.moe_decode import ExpertsChoice
 
 WANTED = RunnerOptions(compile=False)
 BITS = {"int8": 8, "int4": 4}
@@ -71,6 +78,22 @@ def test_padded_heads_pass(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> No
     monkeypatch.setitem(CONFIGS, "odd", CONFIGS["qwen3"] | {"model_type": "qwen3", "head_dim": head_dim})
     for head_major in (True, False):
         assert fault_of(model_of("odd", mx.float32), "int4", head_major) == ""
+
+
+@pytest.mark.parametrize("kv_cache_dtype", BITS)
+def test_fused_blocks_over_packed_pools_are_part_of_the_check(kv_cache_dtype: str) -> None:
+    model = model_of("qwen3", mx.bfloat16)
+    install()
+    fuse_projections(model)
+    for rotate, right in ((FunctionalRotate(), True), (WrongPacking("order of codes"), False)):
+        blocks = BlockTools(SmallRowsKernel(plain_product), rotate, None, ExpertsChoice(), timed=False)
+        # Blocks that were checked over 16-bit pools only: what they do to packed ones is seen here.
+        assert substitute_decoder_blocks(model, blocks)[0] == 2
+        rotate.calls = 0
+        assert (fault_of(model, kv_cache_dtype, False) == "") == right
+        assert rotate.calls > 0
+        for path, block in [(p, m) for p, m in model.named_modules() if isinstance(m, FusedBlock)]:
+            model.update_modules(nn.utils.tree_unflatten([(path, block.inner)]))
 
 
 # -- what must be found ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from headrace.runner import pool_store
 from headrace.runner.attention import rotate_store
 from headrace.runner.kernel_language import METAL_NAMES
+from headrace.runner.kv_packing import VectorPacking
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 TOLERANCE = 3e-4  # float32 angles of some hundred radians
@@ -51,6 +52,7 @@ def test_stores_rows_and_nothing_else(count: int, tmp_path: Path) -> None:
         [
             METAL_NAMES,
             "using T = float;",
+            "constexpr int MARKS = 1;",
             *(f"constexpr int W{i} = {width};" for i, width in enumerate(widths)),
             f"void kernel({inputs}, int* after) {{ {pool_store.store_source(count)} }}",
             f'extern "C" void run({inputs}, int* after) {{',
@@ -92,6 +94,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
         "ROT": rotated,
         "PAIRS": int(pairs),
         "NORM": int(norm),
+        "MARKS": 1,
     }
     inputs = (
         "const T* qkv, const T* k, const T* v, const int* slots, const int* offsets, const float* inv_freq, "
@@ -103,7 +106,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
             METAL_NAMES,
             "using T = float;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.BODY} }}",
+            f"void kernel({inputs}) {{ {rotate_store.body(packed=False)} }}",
             f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
             f"  [&] {{ kernel({arguments}); }}); }}",
         ],
@@ -117,6 +120,48 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
         assert np.abs(pool[slots] - wanted).max() < TOLERANCE
         assert np.abs(np.delete(pool, slots, axis=0)).max() == 0
     assert after[0] == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("dim", "group"), [(128, 64), (96, 32), (80, 32)])
+def test_packs_and_stores(dim: int, group: int, bits: int, tmp_path: Path) -> None:
+    """Values, which are packed as they come; ``test_packed_store.py`` holds the CUDA form against more."""
+    rng = np.random.default_rng(2)
+    heads, kv, rows, groups = 2, 3, 2, -(-dim // group)
+    qkv = rng.normal(size=(rows, (heads + 2 * kv) * dim)).astype(np.float32)
+    codes = [np.zeros((20, kv, groups * group * bits // 32), np.uint32) for _ in range(2)]
+    affine = [np.zeros((20, kv, groups), np.float16) for _ in range(4)]
+    slots, offsets = np.array([3, 19], np.int32), np.array([0, 77], np.int32)
+    queries, after = np.zeros((rows, heads, dim), np.float32), np.ones(1, np.int32)
+    constants = {"D": dim, "THREADS": groups * group, "H": heads, "KV": kv, "ROT": dim, "PAIRS": 0, "NORM": 0}
+    constants |= {"MARKS": 1, "BITS": bits, "GROUP": group}
+    inputs = (
+        "const T* qkv, const uint* k, const S* ks, const S* kb, const uint* v, const S* vs, const S* vb, "
+        "const int* slots, const int* offsets, const float* inv_freq, const T* q_norm, const T* k_norm, "
+        "const float* params, const int* mark, T* queries, int* after"
+    )
+    arguments = ", ".join(part.split()[-1].lstrip("*") for part in inputs.split(","))
+    library = compiled(
+        [
+            METAL_NAMES,
+            "using T = float; using S = half;",
+            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
+            f"void kernel({inputs}) {{ {rotate_store.body(packed=True)} }}",
+            f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
+            f"  [&] {{ kernel({arguments}); }}); }}",
+        ],
+        tmp_path,
+    )
+    blank, params = np.zeros(dim, np.float32), np.array([1, 0], np.float32)
+    arrays = [codes[0], affine[0], affine[1], codes[1], affine[2], affine[3]]
+    mark = np.zeros(1, np.int32)
+    library.run(*pointers(qkv, *arrays, slots, offsets, blank, blank, blank, params, mark, queries, after))
+    packing = VectorPacking(dim, bits, group)
+    values = mx.array(qkv.reshape(rows, -1, dim)[:, heads + kv :])
+    wanted = packing.pack(values)
+    for array, part in zip((codes[1], affine[2], affine[3]), wanted, strict=True):
+        assert np.array_equal(array[slots], np.array(part))
+        assert not np.delete(array, slots, axis=0).any()
 
 
 def expected_heads(

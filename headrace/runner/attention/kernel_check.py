@@ -9,14 +9,14 @@ read, so a wrong one harms nothing before it is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal
+from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal, takes_tiles
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_layout import ModelLayout
@@ -73,9 +73,21 @@ def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) ->
 
 def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
     """``forms``: how many layers have each."""
+    choice = _judged(PagedDecodeKernel.for_device, forms, block_size)
+    by_tiles = not mx.metal.is_available() and any(takes_tiles(form.layer, block_size) for form in forms)
+    if choice.kernel is not None or not by_tiles:
+        return choice
+    # Tensor cores read packed pools wrongly here, or slowly: without them another kernel does.
+    other = _judged(partial(PagedDecodeKernel.for_device, tiles=False), forms, block_size)
+    return choice if other.kernel is None else other
+
+
+def _judged(
+    make: Callable[[], PagedDecodeKernel | None], forms: Mapping[LayerForm, int], block_size: int
+) -> KernelChoice:
     form = None
     try:
-        kernel = PagedDecodeKernel.for_device()
+        kernel = make()
         if kernel is None:
             return KernelChoice(None, "reference attention: no kernel for this device")
         compile_ahead(partial(_called, kernel, forms, block_size))
@@ -180,8 +192,8 @@ def random_case(
     pool = KVPool([replace(layer, group=0)], [sum(counts) + 1], block_size, head_major=False)
     keys = mx.random.split(mx.random.key(seed), 3)
     slots = (sum(counts) + 1) * block_size
-    pool.keys[0], pool.key_affine[0] = _random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
-    pool.values[0], pool.value_affine[0] = _random_vectors(
+    pool.keys[0], pool.key_affine[0] = random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
+    pool.values[0], pool.value_affine[0] = random_vectors(
         layer, slots, layer.value_dim, layer.value_packing, keys[1]
     )
     ids = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
@@ -203,10 +215,10 @@ def random_case(
     return queries, LayerView(pool, 0, batch)
 
 
-def _random_vectors(
+def random_vectors(
     layer: LayerShape, slots: int, dim: int, packing: VectorPacking | None, key: mx.array
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """One pool array and what belongs to a packed one."""
+    """One token-major pool array, and scales and biases of a packed one."""
     x = mx.random.normal((slots, layer.kv_heads, dim), layer.dtype, key=key)
     if packing is None:
         return x, ()

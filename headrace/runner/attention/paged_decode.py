@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.attention import packed_decode_source as packed_source
 from headrace.runner.attention import paged_decode_source as source
 from headrace.runner.device_arrays import DeviceConstants
 from headrace.runner.kernel_language import cuda_kernel
@@ -45,12 +46,25 @@ class Form:
     batch: int
     has_sinks: bool
     has_softcap: bool
+    by_tiles: bool = False
 
     @staticmethod
     def of(
-        layer: LayerShape, heads: int, block_size: int, floats: int, *, has_sinks: bool, has_softcap: bool
+        layer: LayerShape,
+        heads: int,
+        block_size: int,
+        floats: int,
+        *,
+        has_sinks: bool,
+        has_softcap: bool,
+        tiles: bool = False,
     ) -> Form:
-        """``floats``: per thread, for queries and outputs."""
+        """``floats``: per thread, for queries and outputs; ``tiles``: whether there are tensor cores to use."""
+        if tiles and takes_tiles(layer, block_size):
+            queries = heads // layer.kv_heads
+            per_block = max(part for part in range(1, 9) if queries % part == 0)
+            batch = 2 if layer.key_dim + layer.value_dim == 128 else 1
+            return Form(layer, heads, block_size, 0, per_block, batch, has_sinks, has_softcap, by_tiles=True)
         lanes = _lanes(layer.key_dim, layer.value_dim)
         pieces = _pieces(layer.key_dim, lanes) + _pieces(layer.value_dim, lanes)
         most = min(MAX_QUERIES_PER_BLOCK, max(1, floats // (8 * pieces)))
@@ -79,7 +93,10 @@ class Form:
         if whole:
             constants.append(("HAS_SINKS", int(self.has_sinks)))
         key, value = layer.key_packing, layer.value_packing
-        if key is not None and value is not None:
+        if self.by_tiles:
+            constants = [constant for constant in constants if constant[0] != "LP"]
+            constants += [("S", scale_dtype(layer.dtype)), ("BITS", layer.bits)]
+        elif key is not None and value is not None:
             constants += [("S", scale_dtype(layer.dtype)), ("GK", key.group_size), ("GV", value.group_size)]
         return constants
 
@@ -113,10 +130,12 @@ class PagedDecodeKernel:
         make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         prelude: the matching prelude.
         floats: per thread, for queries and outputs.
+        tiles: whether packed pools of widths that fit are read by tensor cores (``packed_decode_source.py``).
     """
 
-    def __init__(self, make: Callable[..., Any], prelude: str, floats: int) -> None:
+    def __init__(self, make: Callable[..., Any], prelude: str, floats: int, *, tiles: bool = False) -> None:
         self._floats = floats
+        self._tiles = tiles
         self._constants = DeviceConstants()
         self._whole: dict[int | None, Any] = {}
         self._split: dict[int | None, Any] = {}
@@ -132,6 +151,17 @@ class PagedDecodeKernel:
                 header=prelude + source.defines(bits, whole=False),
                 **common,
             )
+        self._tiled = [
+            make(
+                name=f"packed_decode{'' if whole else '_split'}",
+                input_names=input_names(8),
+                output_names=["out"] if whole else ["part_out", "stats"],
+                source=packed_source.BODY,
+                header=source.defines(None, whole=whole) + packed_source.HEADER,
+            )
+            for whole in (False, True)
+            if tiles
+        ]
         self._combine = make(
             name="paged_decode_combine",
             input_names=["parts", "stats", "sizes", "sinks"],
@@ -141,13 +171,13 @@ class PagedDecodeKernel:
         )
 
     @staticmethod
-    def for_device() -> PagedDecodeKernel | None:
-        """The kernel of the default device, or None where there is none."""
+    def for_device(*, tiles: bool = True) -> PagedDecodeKernel | None:
+        """The kernel of the default device, or None where there is none; ``tiles``: with tensor cores on CUDA."""
         if mx.default_device() != mx.gpu:
             return None
         if mx.metal.is_available():
             return PagedDecodeKernel(mx.fast.metal_kernel, source.METAL_PRELUDE, METAL_FLOATS)
-        return PagedDecodeKernel(cuda_kernel, source.CUDA_PRELUDE, CUDA_FLOATS)
+        return PagedDecodeKernel(cuda_kernel, source.CUDA_PRELUDE, CUDA_FLOATS, tiles=tiles)
 
     @staticmethod
     def supports(queries: mx.array, view: LayerView) -> bool:
@@ -177,7 +207,7 @@ class PagedDecodeKernel:
         pool, layer = view.pool, view.pool.layers[view.layer]
         rows, heads = queries.shape[:2]
         flags = {"has_sinks": sinks is not None, "has_softcap": softcap > 0}
-        form = Form.of(layer, heads, pool.block_size, self._floats, **flags)
+        form = Form.of(layer, heads, pool.block_size, self._floats, tiles=self._tiles, **flags)
         tables = view.group.tables
         assert tables is not None
         context = tables.shape[1] * pool.block_size
@@ -200,12 +230,12 @@ class PagedDecodeKernel:
         }
         result = {"output_shapes": [(rows, heads, 1, layer.value_dim)], "output_dtypes": [layer.dtype]}
         if splits == 1:
-            out: mx.array = self._whole[layer.bits](**launch, **result)[0]
+            kernel = self._tiled[1] if form.by_tiles else self._whole[layer.bits]
+            out: mx.array = kernel(**launch, **result)[0]
         else:
             per_split = [(rows, heads, splits, layer.value_dim), (rows, heads, splits, 2)]
-            parts = self._split[layer.bits](
-                output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch
-            )
+            kernel = self._tiled[0] if form.by_tiles else self._split[layer.bits]
+            parts = kernel(output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch)
             out = self._combine(
                 inputs=[*parts, sizes, sink_values],
                 template=form.combine_template,
@@ -228,6 +258,16 @@ def refusal(layer: LayerShape) -> str | None:
     if layer.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         return f"the kernel does not read {layer.dtype}"
     return None
+
+
+def takes_tiles(layer: LayerShape, block_size: int) -> bool:
+    """Whether tensor cores can read this layer's pool: packed, of widths whose outputs the registers hold."""
+    return (
+        layer.bits is not None
+        and layer.dtype != mx.float32
+        and block_size % 16 == 0
+        and all(dim in (packed_source.GROUP, 2 * packed_source.GROUP) for dim in (layer.key_dim, layer.value_dim))
+    )
 
 
 def _lanes(key_dim: int, value_dim: int) -> int:

@@ -1,7 +1,8 @@
 """At load on a GPU: which decoder blocks are fused, and is each of them right and faster than the one it replaces?
 
 Every candidate block and its unmodified one run one decode forward over equal random pools; outputs and what was
-written to the pools must agree. One block of each form is timed. What fails or loses stays as it was.
+written to the pools must agree. Of packed pools, what the codes stand for must agree up to the packing's own
+steps, and must not lean to one side. One block of each form is timed. What fails or loses stays as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from headrace.runner.attention.kernel_check import random_vectors
 from headrace.runner.kernel_language import compile_ahead
+from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
@@ -36,6 +39,10 @@ from headrace.runner.timing import Cost, compiled_cost
 # Of the largest change that the block makes to its input, by bytes of the dtype; and of the largest output.
 _TOLERANCE = {4: 1e-3, 2: 6e-2}
 _ROUNDING = {4: 1e-6, 2: 2.0**-8}
+# Unit roundoff of scales and biases.
+_ROUNDOFF = {mx.bfloat16: 2.0**-9, mx.float16: 2.0**-11}
+# Average difference of packed elements, in both packings' steps: a quarter if one of them always rounded down.
+_MOST_DRIFT = 0.18
 _MEASURED_LAYERS = 4
 _LENGTHS = (1, 33, 64, 7, 300)
 _BLOCK_SIZE = 32
@@ -49,6 +56,7 @@ class BlockTools:
         store: how pools are written; None: functionally.
         experts: which experts are computed by a kernel.
         timed: whether a block that is slower than the unmodified one is left out.
+        bits: of packed pools' codes; None: pools hold vectors as they come.
     """
 
     products: SmallRowsKernel
@@ -56,6 +64,7 @@ class BlockTools:
     store: PoolStore | None
     experts: ExpertsChoice
     timed: bool = True
+    bits: int | None = None
 
 
 def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int, str]:
@@ -70,10 +79,10 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
     fast: dict[tuple[Any, ...], bool] = {}
     for path, block in fused:
         try:
-            fault = compare(block, tools.store)
+            fault = compare(block, tools.store, bits=tools.bits)
             form = _form(block)
             if fault is None and form not in fast:
-                fast[form] = not tools.timed or _is_faster(block, tools.store)
+                fast[form] = not tools.timed or _is_faster(block, tools)
             if fault is None and not fast[form]:
                 fault = "slower than the unmodified block"
         except Exception as error:
@@ -121,7 +130,7 @@ def _call_kernels(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
             tools.experts.call_kernels(feed, products)
         rows = len(_LENGTHS)
         for module in (block, block.inner):
-            module(_input(block, rows), PagedMask(None), cache=_view(block, tools.store, rows))
+            module(_input(block, rows), PagedMask(None), cache=_view(block, tools.store, rows, tools.bits))
 
 
 def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
@@ -164,51 +173,103 @@ def _form(block: FusedBlock) -> tuple[Any, ...]:
 # -- comparison --------------------------------------------------------------------------------------------
 
 
-def compare(block: FusedBlock, store: PoolStore | None, *, rows: int = len(_LENGTHS)) -> str | None:
+def compare(
+    block: FusedBlock, store: PoolStore | None, *, rows: int = len(_LENGTHS), bits: int | None = None
+) -> str | None:
     """What differs between a block and its unmodified one in a decode forward; None when they agree."""
     x, mask = _input(block, rows), PagedMask(None)
     dtype = x.dtype
-    views = [_view(block, store, rows) for _ in range(2)]
+    views = [_view(block, store, rows, bits) for _ in range(2)]
     if not block.takes(x, mask, views[0]):
         return "the pools are not ones that blocks write to"
     expected, got = block.inner(x, mask, cache=views[0]), block(x, mask, cache=views[1])
     mx.eval(expected, got, *(array for view in views for array in view.pool.changes))
-    for name, left, right in (
-        ("keys", views[0].pool.keys[0], views[1].pool.keys[0]),
-        ("values", views[0].pool.values[0], views[1].pool.values[0]),
-    ):
-        worst, most = _largest(left - right), _largest(left)
-        if not worst <= 2 * _ROUNDING[dtype.size] * most + _TOLERANCE[dtype.size]:
-            return f"stored {name} differ by {worst:.2g}"
+    for name, left, right in zip(("keys", "values"), _stored(views[0]), _stored(views[1]), strict=True):
+        fault = stored_fault(name, left, right, views[0])
+        if fault is not None:
+            return fault
     if isinstance(block.feed_forward, ExpertsFeedForward):
-        got = mx.where(_settled(block, block.feed_forward, x, mask, store), got, expected)
+        got = mx.where(_settled(block, block.feed_forward, x, mask, store, bits), got, expected)
     worst, change, most = _largest(got - expected), _largest(expected - x), _largest(expected)
     if not worst <= _TOLERANCE[dtype.size] * change + _ROUNDING[dtype.size] * most:
         return f"outputs differ by {worst:.2g} of {change:.2g}"
     return None
 
 
+Stored = tuple[mx.array, ...]
+
+
+def _stored(view: LayerView) -> tuple[Stored, Stored]:
+    """Arrays of keys and of values."""
+    pool = view.pool
+    return (pool.keys[0], *pool.key_affine[0]), (pool.values[0], *pool.value_affine[0])
+
+
+def stored_fault(name: str, left: Stored, right: Stored, view: LayerView) -> str | None:
+    """What differs between two pools' arrays of keys or values after a write to the slots of ``view``."""
+    layer = view.pool.layers[0]
+    size, packing = layer.dtype.size, layer.key_packing
+    if packing is None:
+        worst, most = _largest(left[0] - right[0]), _largest(left[0])
+        if not worst <= 2 * _ROUNDING[size] * most + _TOLERANCE[size]:
+            return f"stored {name} differ by {worst:.2g}"
+        return None
+    slots = view.group.slots
+    written = (mx.arange(left[0].shape[0])[:, None] == slots[None]).any(axis=1)[:, None, None]
+    if not all(bool(((a == b) | written).all()) for a, b in zip(left, right, strict=True)):
+        return f"stored {name} differ where nothing was to be written"
+    pair = [Packed(*(array[slots] for array in arrays)) for arrays in (left, right)]
+    one, other = (packing.unpack(packed, mx.float32) for packed in pair)
+    # Both may be a step off, one more where the scale is rounded (``packed_check.py``); rounding has no direction.
+    scales = [_per_element(packed.scales, packing) for packed in pair]
+    steps = mx.abs(scales[0]) + mx.abs(scales[1])
+    rounding = 2 * (2**packing.bits - 1) * _ROUNDOFF[scale_dtype(layer.dtype)]
+    allowed = steps * (1 + rounding) + 2 * _ROUNDING[size] * _largest(one) + _TOLERANCE[size]
+    off = (one - other) / steps
+    worst, drift = _largest((one - other) / allowed), max(_mean(off), _mean(off * mx.sign(scales[0])))
+    if not (worst <= 1.0 and drift <= _MOST_DRIFT):
+        return f"stored {name} differ by {worst:.2g} times what packing may cost, {drift:.2g} of two steps one way"
+    return None
+
+
+def _per_element(groups: mx.array, packing: VectorPacking) -> mx.array:
+    """``[..., groups]`` -> ``[..., dim]`` float32."""
+    return mx.repeat(groups.astype(mx.float32), packing.group_size, axis=-1)[..., : packing.dim]
+
+
+def _mean(x: mx.array) -> float:
+    """Size of the average."""
+    return abs(float(np.array(mx.mean(x))))
+
+
 def _settled(
-    block: FusedBlock, half: ExpertsFeedForward, x: mx.array, mask: PagedMask, store: PoolStore | None
+    block: FusedBlock,
+    half: ExpertsFeedForward,
+    x: mx.array,
+    mask: PagedMask,
+    store: PoolStore | None,
+    bits: int | None,
 ) -> mx.array:
     """``[B, 1, 1]`` bool: rows whose choice of experts does not hang on rounding."""
-    inner, view = block.inner, _view(block, store, x.shape[0])
+    inner, view = block.inner, _view(block, store, x.shape[0], bits)
     h = x + inner.self_attn(inner.input_layernorm(x), mask, view)
     return half.settled(h)[:, None, None]
 
 
-def _is_faster(block: FusedBlock, store: PoolStore | None) -> bool:
+def _is_faster(block: FusedBlock, tools: BlockTools) -> bool:
     """Whether some counts of rows together take less time than in the unmodified block."""
     own = usual = 0.0
     for rows in (1, 8, 32):
-        own += _cost(block, block, store, rows).in_a_step
-        usual += _cost(block.inner, block, store, rows).in_a_step
+        own += _cost(block, block, tools.store, rows, tools.bits).in_a_step
+        usual += _cost(block.inner, block, tools.store, rows, tools.bits).in_a_step
     return own < usual
 
 
-def _cost(module: nn.Module, block: FusedBlock, store: PoolStore | None, rows: int) -> Cost:
+def _cost(
+    module: nn.Module, block: FusedBlock, store: PoolStore | None, rows: int, bits: int | None = None
+) -> Cost:
     """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
-    x, view = _input(block, rows), _view(block, store, rows)
+    x, view = _input(block, rows), _view(block, store, rows, bits)
     inputs = [x + 0.01 * index for index in range(_MEASURED_LAYERS)]
     mx.eval(inputs)
     return compiled_cost([partial(module, mask=PagedMask(None), cache=view)] * len(inputs), inputs)
@@ -221,18 +282,21 @@ def _input(block: FusedBlock, rows: int) -> mx.array:
     return x.astype(weight.dtype)
 
 
-def _view(block: FusedBlock, store: PoolStore | None, rows: int) -> LayerView:
+def _view(block: FusedBlock, store: PoolStore | None, rows: int, bits: int | None) -> LayerView:
     """A view of a random pool, equal for equal arguments; each row writes its last position."""
     spec = block.attention.rotary
-    layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.weight.dtype)
+    layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.weight.dtype, bits)
     ends = np.array([_LENGTHS[row % len(_LENGTHS)] for row in range(rows)], np.int32)
     width = -(-max(_LENGTHS) // _BLOCK_SIZE)
     tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     last = ends - 1
     slots = tables[np.arange(rows), last // _BLOCK_SIZE] * _BLOCK_SIZE + last % _BLOCK_SIZE
     pool = KVPool([layer], [rows * width + 1], _BLOCK_SIZE, head_major=False, store=store)
-    for arrays, seed in ((pool.keys, 5), (pool.values, 6)):
-        arrays[0] = mx.random.normal(arrays[0].shape, key=mx.random.key(seed)).astype(layer.dtype)
+    count, keys = pool.keys[0].shape[0], [mx.random.key(seed) for seed in (5, 6)]
+    pool.keys[0], pool.key_affine[0] = random_vectors(layer, count, spec.head_dim, layer.key_packing, keys[0])
+    pool.values[0], pool.value_affine[0] = random_vectors(
+        layer, count, spec.head_dim, layer.value_packing, keys[1]
+    )
     mx.eval(pool.state)
     group = GroupBatch(
         None,

@@ -13,16 +13,18 @@ from headrace.runner.substitutions.moe_decode import ExpertsChoice
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 
-def substitute_decode_products(model: nn.Module, store: PoolStore | None, recorder: Recorder | None = None) -> str:
+def substitute_decode_products(
+    model: nn.Module, store: PoolStore | None, recorder: Recorder | None = None, *, bits: int | None = None
+) -> str:
     """Fuse decoder blocks, then give the linear layers outside of them the few-rows product.
 
     Needs the projections fused (``fuse_projections``) and the attention bound (``install``). ``recorder``: where
-    decode steps will be recorded and replayed.
+    decode steps will be recorded and replayed. ``bits``: of packed pools.
     """
     products, experts = SmallRowsKernel(recorder=recorder), ExpertsChoice(recorder=recorder)
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:
-        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store, experts))
+        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store, experts, bits=bits))
     substitute_small_row_linears(model, products)
     return "; ".join(part for part in (note, products.note(), experts.note()) if part)

@@ -55,6 +55,19 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   std::memcpy(&value, &word, 4);
   return value;
 }
+inline float __uint_as_float(unsigned x) { return of_bits(int(x)); }
+// PTX ISA, prmt: each nibble of the selector picks one of the eight bytes of both words.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+inline int __any_sync(unsigned mask, int holds) {
+  for (int by = 16; by > 0; by /= 2) holds |= __shfl_xor_sync(mask, holds, by);
+  return holds;
+}
+inline float EXP2(float x) { return std::exp2(x); }
 inline int atomicAdd(int* at, int value) {
   const int old = *at;
   *at += value;
@@ -95,6 +108,21 @@ void multiply(float* c, Fragments mine) {
   warp_barrier();
 }
 
+// movmatrix m8n8 b16: row r is in lanes 4 r ... 4 r + 3, two elements each.
+inline unsigned transpose(unsigned mine) {
+  const int me = group.current, warp = me / 32 * 32;
+  lanes_of_block[me].a[0] = mine;
+  warp_barrier();
+  unsigned result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int from = me % 4 * 2 + i, column = me % 32 / 4;
+    const unsigned pair = lanes_of_block[warp + from * 4 + column / 2].a[0];
+    result |= (pair >> column % 2 * 16 & 0xffffu) << i * 16;
+  }
+  warp_barrier();
+  return result;
+}
+
 inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body) {
   grid_dim = blocks;
   block_dim = {uint(threads), 1, 1};
@@ -107,6 +135,7 @@ inline void multiply(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a
                      const T*) {
   shim::multiply<T>(c, {{a0, a1, a2, a3}, {b0, b1}});
 }
+inline unsigned transposed(unsigned x) { return shim::transpose(x); }
 inline uint4 cached(const void* at) {
   uint4 value;
   std::memcpy(&value, at, 16);
@@ -119,5 +148,6 @@ inline unsigned scaled(unsigned x, unsigned by) {
   const unsigned first = __nv_bfloat16(low(x) * low(by)).bits, second = __nv_bfloat16(high(x) * high(by)).bits;
   return first | second << 16;
 }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }

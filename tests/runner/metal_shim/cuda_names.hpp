@@ -9,7 +9,10 @@
 #define threadIdx shim::thread_position
 using __nv_bfloat16 = bfloat;
 inline void __syncthreads() { shim::group_barrier(); }
-inline float __shfl_xor_sync(unsigned, float value, int mask) { return shim::shuffle_xor(value, mask); }
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T value, int mask) {
+  return shim::shuffle_xor(value, mask);
+}
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, 4);

@@ -69,6 +69,14 @@ inline float shuffle_xor(float value, int mask) {
   return other;
 }
 
+inline uint shuffle_xor(uint value, int mask) {  // lanes hold bits, whatever they mean
+  float word;
+  std::memcpy(&word, &value, 4);
+  word = shuffle_xor(word, mask);
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
 inline void entry() {
   group.body();
   group.done[group.current] = 1;
@@ -123,9 +131,15 @@ inline void launch(uint3 grid, int threads, const std::function<void()>& body) {
 
 enum class mem_flags { mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { shim::group_barrier(); }
-inline float simd_shuffle_xor(float value, ushort mask) { return shim::shuffle_xor(value, mask); }
+template <typename T>
+inline T simd_shuffle_xor(T value, ushort mask) {
+  return shim::shuffle_xor(value, mask);
+}
 namespace metal {
 inline float max(float a, float b) { return std::fmax(a, b); }
+inline float min(float a, float b) { return std::fmin(a, b); }
+inline float abs(float x) { return std::fabs(x); }
+inline float round(float x) { return std::round(x); }
 namespace fast {
 inline float exp(float x) { return std::exp(x); }
 inline float exp2(float x) { return std::exp2(x); }
