@@ -43,6 +43,8 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.sampling_check import choose_sampling
+from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.step_graphs import Recorder, StepGraphs
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -67,7 +69,15 @@ def copy_bandwidth() -> float:
 class HeadraceStep:
     """Decode steps of a fixed set of rows at one context length."""
 
-    def __init__(self, model: nn.Module, rows: int, context: int, steps: int, options: RunnerOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        context: int,
+        steps: int,
+        options: RunnerOptions,
+        sampling: SamplingKernel | None = None,
+    ) -> None:
         block_size = 32
         found = read_layout(model, block_size)
         self.blocks = -(-(context + steps) // block_size)
@@ -77,7 +87,9 @@ class HeadraceStep:
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
         recorder = Recorder.for_device()
         self.graphs = None if recorder is None else StepGraphs(recorder, GRAPH_BYTES)
-        self.runner = ModelRunner(model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs)
+        self.runner = ModelRunner(
+            model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs, sampling=sampling
+        )
         self.rows, self.context, self.block_size = rows, context, block_size
         self.position = context
         self.handle: Any = None
@@ -133,8 +145,15 @@ def prepare(model: nn.Module) -> str:
     return note
 
 
-def headrace_ms(model: nn.Module, rows: int, context: int, steps: int, options: RunnerOptions) -> float:
-    bench = HeadraceStep(model, rows, context, 3 * steps + 8, options)
+def headrace_ms(
+    model: nn.Module,
+    rows: int,
+    context: int,
+    steps: int,
+    options: RunnerOptions,
+    sampling: SamplingKernel | None = None,
+) -> float:
+    bench = HeadraceStep(model, rows, context, 3 * steps + 8, options, sampling)
     bench.run(steps)
     best = min(bench.run(steps), bench.run(steps))
     bench.handle.result()
@@ -230,6 +249,7 @@ class Bench:
             model = unpacked(name, model)
             _clear()
         kernel = prepare(model)
+        sampling = choose_sampling(int(model(mx.zeros((1, 1), mx.int32)).shape[-1]))
         options = RunnerOptions(compile=_on_gpu() and not self.args.no_compile, max_prefill_rows=1)
         for rows, context in self.grid.cells(budget):
             kv = self.kv_bytes(model, rows, context)
@@ -237,7 +257,7 @@ class Bench:
             cell["floor_ms"] = round((read[rows] + kv) / self.bandwidth * 1e3, 3)
             found = self.tried(
                 weight_bytes(model) + kv,
-                lambda r=rows, c=context: headrace_ms(model, r, c, self.args.steps, options),
+                lambda r=rows, c=context: headrace_ms(model, r, c, self.args.steps, options, sampling),
             )
             cell |= {f"headrace_{key}": value for key, value in found.items()} | peer.get((rows, context), {})
             if (rows, context) in torch_ms:
