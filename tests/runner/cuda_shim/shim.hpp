@@ -21,7 +21,6 @@ inline float of_bits(int x) {
   return value;
 }
 
-inline float __uint_as_float(unsigned x) { return of_bits(int(x)); }
 inline unsigned __float_as_uint(float value) {
   unsigned x;
   std::memcpy(&x, &value, 4);
