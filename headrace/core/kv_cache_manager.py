@@ -28,6 +28,9 @@ from headrace.core.step import BlockCopy
 
 # Of a prompt's chunk in a sliding group whose pool has been made as small as it may be.
 SMALL_CHUNK_BLOCKS = 4
+# A block that is shared in part is copied where that spares one token in so many. Few tokens (the beginnings that a
+# chat template gives to all prompts) are not worth a copy and a place of one's own in attention.
+WORTH_A_COPY = 16
 
 
 class PrefixHit(NamedTuple):
@@ -104,6 +107,8 @@ class KVCacheManager:
                 break
             sources.append(child[0])
             common = min(common, child[1])
+        if common * WORTH_A_COPY < seq.num_tokens - num_tokens:
+            sources, common = [], 0
         num_tokens += common
         for g, window in self._sliding:
             first = max(0, num_tokens - window + 1) // self.block_size

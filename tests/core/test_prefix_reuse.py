@@ -56,6 +56,15 @@ def test_reuse_ends_where_prompts_diverge(shared: int) -> None:
     assert computed_by(eng, request("b", other, 1)) == 6
 
 
+@pytest.mark.parametrize(("more", "reused"), [(30, 2), (31, 0), (200, 0)])
+def test_few_tokens_of_a_block_are_not_worth_a_copy(more: int, reused: int) -> None:
+    """Two tokens in common, of 4 in the block: they spare a sixteenth, or less."""
+    eng = engine()
+    computed_by(eng, request("a", prompt(20), 1))
+    assert prompt(20)[2] != 22
+    assert computed_by(eng, request("b", prompt(20)[:2] + [22] * more, 1)) == more + 2 - reused
+
+
 def test_output_tokens_are_reused_by_the_next_turn() -> None:
     eng = engine()
     computed_by(eng, request("a", prompt(10), 9))
