@@ -28,8 +28,8 @@ from headrace.core.step import BlockCopy
 
 # Of a prompt's chunk in a sliding group whose pool has been made as small as it may be.
 SMALL_CHUNK_BLOCKS = 4
-# A block that is shared in part is copied where that spares one token in so many. Few tokens (the beginnings that a
-# chat template gives to all prompts) are not worth a copy and a place of one's own in attention.
+# A block that is shared in part is copied where that spares one token in so many. Few tokens (the beginnings that
+# a chat template gives to all prompts) are not worth a copy and a place of one's own in attention.
 WORTH_A_COPY = 16
 
 
