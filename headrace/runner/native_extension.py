@@ -28,6 +28,8 @@ from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder, locked
 
 NATIVE = Path(__file__).parent / "native"
+# What extensions that use CUDA are built with besides their own files.
+CUDA_HEADERS = ("cuda_driver.h", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-DNDEBUG")
 _BUILD_TIMEOUT_S = 300.0
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from headrace.runner.device_arrays import MARK_SHAPE, on_device
 from headrace.runner.input_batch import HostInts
-from headrace.runner.native_extension import ExtensionError, load
+from headrace.runner.native_extension import CUDA_HEADERS, ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
@@ -38,7 +38,6 @@ _Key = tuple[tuple[int, ...], ...]
 _RECORD_AT = 3
 STEPS_TO_SETTLE = _RECORD_AT + 1
 _TIMED_LAUNCHES = 10
-SOURCES = ("step_graph.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class Recorder:
         if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
         try:
-            return Recorder(load("headrace_step_graph", SOURCES, include="cuda_names"))
+            return Recorder(load("headrace_step_graph", ("step_graph.cpp", *CUDA_HEADERS), include="cuda_names"))
         except ExtensionError as error:
             log.warning("decode steps are not recorded, which costs the host time: %s", error)
             return None

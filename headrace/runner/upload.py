@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.runner.device_arrays import on_device
-from headrace.runner.native_extension import ExtensionError, load
+from headrace.runner.native_extension import CUDA_HEADERS, ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
@@ -38,9 +38,8 @@ class Uploads:
         """On a CUDA device, if what is sent arrives; None elsewhere, and where it cannot be (logged)."""
         if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
-        sources = ("upload.cpp", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
         try:
-            uploads = Uploads(load("headrace_upload", sources, include="cuda_names"))
+            uploads = Uploads(load("headrace_upload", ("upload.cpp", *CUDA_HEADERS), include="cuda_names"))
             fault = None if uploads._work() else "other values arrive than were sent"
         except (ExtensionError, RuntimeError) as error:
             fault = " ".join(str(error).split())[:200]

@@ -78,7 +78,8 @@ def test_without_cuda_there_are_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_the_source_is_sound_without_cuda_s_toolkit() -> None:
+@pytest.mark.parametrize("source", ["upload.cpp", "step_graph.cpp"])
+def test_the_sources_are_sound_without_cuda_s_toolkit(source: str) -> None:
     spec = importlib.util.find_spec("nanobind")
     headers = Path(sysconfig.get_paths()["include"])
     if spec is None or spec.origin is None or not (headers / "Python.h").exists():
@@ -86,6 +87,6 @@ def test_the_source_is_sound_without_cuda_s_toolkit() -> None:
     folders = [NATIVE / "cuda_names", Path(mx.__file__).parent / "include", headers]
     folders += [Path(spec.origin).parent / name for name in ("include", "ext/robin_map/include")]
     command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-DNB_DOMAIN=mlx"]
-    command += [*(f"-isystem{folder}" for folder in folders), str(NATIVE / "upload.cpp")]
+    command += [*(f"-isystem{folder}" for folder in folders), str(NATIVE / source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]

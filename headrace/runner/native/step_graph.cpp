@@ -16,8 +16,6 @@
 // The encoder's members are MLX's own affair, so this file belongs to one MLX version (pyproject.toml pins it), and
 // the recorded step is compared with a normal one before it is used (step_graphs.py).
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cstring>
@@ -50,86 +48,19 @@
 #include "mlx/backend/cuda/device.h"
 #undef private
 
+#include "cuda_driver.h"
+
 namespace nb = nanobind;
 namespace mx = mlx::core;
 
 namespace {
 
-// -- CUDA's driver, which MLX has loaded already --------------------------------------------------------------
-
-struct CUevent_st;
-constexpr unsigned kNoTiming = 2;  // of an event
+using headrace::cuda::address;
+using headrace::cuda::check;
+using headrace::cuda::Driver;
+using headrace::cuda::Outbox;
 
 enum NodeType : int { kKernel = 0, kMemset = 2, kGraph = 4, kEmpty = 5 };
-
-struct Driver {
-  int (*add_dependencies)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, size_t);
-  int (*get_nodes)(CUgraph_st*, CUgraphNode*, size_t*);
-  int (*node_type)(CUgraphNode, int*);
-  int (*child_graph)(CUgraphNode, CUgraph_st**);
-  int (*instantiate)(CUgraphExec_st**, CUgraph_st*, unsigned long long);
-  int (*upload)(CUgraphExec_st*, CUstream_st*);
-  int (*launch)(CUgraphExec_st*, CUstream_st*);
-  int (*destroy)(CUgraphExec_st*);
-  int (*copy)(CUdeviceptr, CUdeviceptr, size_t, CUstream_st*);
-  int (*pinned)(void**, size_t, unsigned);
-  int (*unpin)(void*);
-  int (*make_event)(CUevent_st**, unsigned);
-  int (*record_event)(CUevent_st*, CUstream_st*);
-  int (*wait_event)(CUevent_st*);
-  int (*destroy_event)(CUevent_st*);
-  int (*elapsed)(float*, CUevent_st*, CUevent_st*);
-  int (*make_stream)(CUstream_st**, unsigned);
-  int (*wait_stream)(CUstream_st*);
-  int (*destroy_stream)(CUstream_st*);
-  int (*error_string)(int, const char**);
-
-  static const Driver& get() {
-    static const Driver driver;
-    return driver;
-  }
-
- private:
-  Driver() {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error("CUDA's driver is not there");
-    auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      if (!function) throw std::runtime_error(std::string("CUDA's driver lacks ") + name);
-    };
-    find(add_dependencies, "cuGraphAddDependencies");
-    find(get_nodes, "cuGraphGetNodes");
-    find(node_type, "cuGraphNodeGetType");
-    find(child_graph, "cuGraphChildGraphNodeGetGraph");
-    find(instantiate, "cuGraphInstantiateWithFlags");
-    find(upload, "cuGraphUpload");
-    find(launch, "cuGraphLaunch");
-    find(destroy, "cuGraphExecDestroy");
-    find(copy, "cuMemcpyAsync");
-    find(pinned, "cuMemHostAlloc");
-    find(unpin, "cuMemFreeHost");
-    find(make_event, "cuEventCreate");
-    find(record_event, "cuEventRecord");
-    find(wait_event, "cuEventSynchronize");
-    find(destroy_event, "cuEventDestroy_v2");
-    find(elapsed, "cuEventElapsedTime");
-    find(make_stream, "cuStreamCreate");
-    find(wait_stream, "cuStreamSynchronize");
-    find(destroy_stream, "cuStreamDestroy_v2");
-    find(error_string, "cuGetErrorString");
-  }
-};
-
-void check(int result, const char* what) {
-  if (result == 0) return;
-  const char* text = nullptr;
-  Driver::get().error_string(result, &text);
-  throw std::runtime_error(std::string(what) + ": " + (text ? text : "unknown error"));
-}
-
-CUdeviceptr address(const mx::array& array) {
-  return reinterpret_cast<CUdeviceptr>(mx::gpu_ptr<void>(array));
-}
 
 // Nodes of a graph and the graphs in it. Throws where a node would not do the same again: a copy from the host's
 // memory, say, which is gone by then.
@@ -156,50 +87,6 @@ size_t count_nodes(CUgraph_st* graph) {
   }
   return total;
 }
-
-// Pinned memory for what the host sends along with a step, several steps' worth: a part is written again when the
-// copy out of it is over.
-class Outbox {
- public:
-  Outbox() = default;
-  Outbox(const Outbox&) = delete;
-
-  ~Outbox() {
-    auto& driver = Driver::get();
-    for (auto* event : events_) {
-      driver.wait_event(event);
-      driver.destroy_event(event);
-    }
-    if (memory_) driver.unpin(memory_);
-  }
-
-  void allocate(size_t bytes) {
-    auto& driver = Driver::get();
-    bytes_ = bytes;
-    check(driver.pinned(&memory_, std::max<size_t>(1, bytes * kParts), 0), "allocating pinned memory");
-    for (int i = 0; i < kParts; i++) {
-      events_.push_back(nullptr);
-      check(driver.make_event(&events_.back(), kNoTiming), "making an event");
-    }
-  }
-
-  void send(const std::vector<char>& data, CUdeviceptr to, CUstream_st* stream) {
-    auto& driver = Driver::get();
-    char* part = static_cast<char*>(memory_) + next_ * bytes_;
-    check(driver.wait_event(events_[next_]), "waiting for a step's input to be sent");
-    std::memcpy(part, data.data(), data.size());
-    check(driver.copy(to, reinterpret_cast<CUdeviceptr>(part), data.size(), stream), "sending a step's input");
-    check(driver.record_event(events_[next_], stream), "sending a step's input");
-    next_ = (next_ + 1) % kParts;
-  }
-
- private:
-  static constexpr int kParts = 4;
-  void* memory_ = nullptr;
-  size_t bytes_ = 0;
-  int next_ = 0;
-  std::vector<CUevent_st*> events_;
-};
 
 // -- a recorded step ------------------------------------------------------------------------------------------
 
@@ -266,7 +153,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     sent_bytes_ = at - address(packed);
     results_ = results;
     results_.push_back(zero);
-    outbox_.allocate(packed.nbytes());
+    outbox_ = std::make_unique<Outbox>(packed.nbytes());
     check(Driver::get().upload(exec_, encoder().stream()), "uploading the step");
   }
 
@@ -275,7 +162,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
     encoder.commit();
     CUstream_st* stream = encoder.stream();
     check(Driver::get().copy(address(arrays_[0]), address(input), input.nbytes(), stream), "copying a step's input");
-    outbox_.send(sent, address(arrays_[1]), stream);
+    outbox_->send(sent, address(arrays_[1]), stream);
     check(Driver::get().launch(exec_, stream), "launching a step");
     for (size_t i = 0; i < results.size(); i++) results[i].copy_shared_buffer(results_[i]);
   }
@@ -318,7 +205,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   std::vector<std::shared_ptr<mx::array::Data>> kept_;
   std::vector<mx::array> arrays_, results_;
   size_t sent_bytes_ = 0;
-  Outbox outbox_;
+  std::unique_ptr<Outbox> outbox_;
 };
 
 // -- reading results ------------------------------------------------------------------------------------------
@@ -328,7 +215,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
 class Reader {
  public:
   Reader() {
-    check(Driver::get().make_stream(&stream_, kNonBlocking), "making a stream");
+    check(Driver::get().make_stream(&stream_, headrace::cuda::kNonBlocking), "making a stream");
     check(Driver::get().pinned(&memory_, kBytes, 0), "allocating pinned memory");
   }
   Reader(const Reader&) = delete;
@@ -358,7 +245,6 @@ class Reader {
 
  private:
   static constexpr size_t kBytes = 1 << 20;
-  static constexpr unsigned kNonBlocking = 1;
   CUstream_st* stream_ = nullptr;
   void* memory_ = nullptr;
 };

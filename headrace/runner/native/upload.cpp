@@ -6,9 +6,6 @@
 //
 // The copy is put on the stream behind all that MLX has recorded so far, which is launched for that.
 
-#include <dlfcn.h>
-
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -23,93 +20,14 @@
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
+#include "cuda_driver.h"
+
 namespace nb = nanobind;
 namespace mx = mlx::core;
 
 namespace {
 
-struct CUevent_st;
-constexpr unsigned kNoTiming = 2;  // of an event
-
-struct Driver {
-  int (*copy)(CUdeviceptr, CUdeviceptr, size_t, CUstream_st*);
-  int (*pinned)(void**, size_t, unsigned);
-  int (*unpin)(void*);
-  int (*make_event)(CUevent_st**, unsigned);
-  int (*record_event)(CUevent_st*, CUstream_st*);
-  int (*wait_event)(CUevent_st*);
-  int (*destroy_event)(CUevent_st*);
-
-  static const Driver& get() {
-    static const Driver driver;
-    return driver;
-  }
-
- private:
-  Driver() {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error("CUDA's driver is not there");
-    auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      if (!function) throw std::runtime_error(std::string("CUDA's driver lacks ") + name);
-    };
-    find(copy, "cuMemcpyAsync");
-    find(pinned, "cuMemHostAlloc");
-    find(unpin, "cuMemFreeHost");
-    find(make_event, "cuEventCreate");
-    find(record_event, "cuEventRecord");
-    find(wait_event, "cuEventSynchronize");
-    find(destroy_event, "cuEventDestroy_v2");
-  }
-};
-
-void check(int result, const char* what) {
-  if (result) throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(result));
-}
-
-// Pinned memory in parts; a part is written again when the copy out of it is over.
-class Outbox {
- public:
-  explicit Outbox(size_t bytes) : bytes_(bytes) {
-    auto& driver = Driver::get();
-    check(driver.pinned(&memory_, bytes * kParts, 0), "allocating pinned memory");
-    for (auto& event : events_) check(driver.make_event(&event, kNoTiming), "making an event");
-  }
-  Outbox(const Outbox&) = delete;
-
-  ~Outbox() {
-    auto& driver = Driver::get();
-    for (auto* event : events_) {
-      if (!event) continue;
-      driver.wait_event(event);
-      driver.destroy_event(event);
-    }
-    if (memory_) driver.unpin(memory_);
-  }
-
-  void send(const std::vector<char>& data, mx::array& to, mx::Stream of) {
-    auto& driver = Driver::get();
-    auto& encoder = mx::cu::get_command_encoder(of);
-    encoder.commit();
-    CUstream_st* stream = encoder.stream();
-    check(driver.wait_event(events_[next_]), "waiting for an earlier upload");
-    char* part = static_cast<char*>(memory_) + next_ * bytes_;
-    std::memcpy(part, data.data(), data.size());
-    auto address = reinterpret_cast<CUdeviceptr>(mx::gpu_ptr<void>(to));
-    check(driver.copy(address, reinterpret_cast<CUdeviceptr>(part), data.size(), stream), "uploading");
-    check(driver.record_event(events_[next_], stream), "uploading");
-    next_ = (next_ + 1) % kParts;
-  }
-
-  size_t bytes() const { return bytes_; }
-
- private:
-  static constexpr int kParts = 8;
-  size_t bytes_;
-  void* memory_ = nullptr;
-  int next_ = 0;
-  CUevent_st* events_[kParts] = {};
-};
+using headrace::cuda::Outbox;
 
 class Upload : public mx::Primitive {
  public:
@@ -120,7 +38,9 @@ class Upload : public mx::Primitive {
   }
   void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     outputs[0].copy_shared_buffer(inputs[0]);
-    outbox_->send(data_, outputs[0], stream());
+    auto& encoder = mx::cu::get_command_encoder(stream());
+    encoder.commit();
+    outbox_->send(data_, headrace::cuda::address(outputs[0]), encoder.stream());
   }
   const char* name() const override { return "Upload"; }
   bool is_equivalent(const mx::Primitive&) const override { return false; }
