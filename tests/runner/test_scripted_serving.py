@@ -96,7 +96,8 @@ def build(folder: Path, kv_cache_dtype: str, *, blocks: int, prefix_cache: bool 
 @pytest.mark.parametrize("variant", ["plain", "swa64"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
 def test_every_text_is_exact(scripted_folder: Callable[[str], Path], variant: str, kv_cache_dtype: str) -> None:
-    built = build(scripted_folder(variant), kv_cache_dtype, blocks=48)
+    # So few that requests are preempted; behind a window they need fewer.
+    built = build(scripted_folder(variant), kv_cache_dtype, blocks=36 if variant == "swa64" else 48)
     serving = Serving(built)
     rng = random.Random(7)
     # Behind a trigger there is little enough that a window of 64 sees it until the text ends.
