@@ -78,8 +78,8 @@ def test_states_are_the_models_own_alone_and_together(server: Server, server_roo
     expected = reference(server_room, texts=ids)["states"]
     together = vectors(server, texts)
     for index, text in enumerate(texts):
-        # Products with weights of 4 bits round what they multiply to 16 bits (docs/performance.md): both are vectors
-        # of length one, and as good as parallel.
+        # Products with weights of 4 bits round what they multiply to 16 bits (docs/performance.md): both vectors
+        # have length one, and are as good as parallel.
         assert sum(a * b for a, b in zip(together[index], expected[index], strict=True)) > 1 - 1e-5
         assert together[index] == pytest.approx(expected[index], abs=2e-3)
         assert vectors(server, text)[0] == pytest.approx(together[index], abs=1e-4)
