@@ -98,7 +98,8 @@ def planned_shapes(most_tokens: int) -> list[tuple[int, int]]:
     if shape_grid(0) == 1:
         return []
     lengths = [_LEAST_LENGTH << step for step in range((_LONG // _LEAST_LENGTH).bit_length())]
-    return [(rows, length) for rows in (1, 2, 4, 8) for length in lengths if rows * length <= most_tokens]
+    # Attention is padded to 1, 2, 4 and 8 rows; products are not, and a library loads what it has not used before.
+    return [(rows, length) for rows in (1, 2, 3, 4, 6, 8) for length in lengths if rows * length <= most_tokens]
 
 
 def _in_few_shapes(
