@@ -12,6 +12,7 @@ question.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -287,21 +288,25 @@ class ExpertsChoice:
 
     def _is_faster(self, h: mx.array, halves: Sequence[ExpertsFeedForward], products: Products) -> bool:
         assert self._kernel is not None
-        own, plain = (
-            self._seconds(partial(_chained, halves, h, by))
-            for by in (partial(self._kernel, products=products), None)
-        )
+        runs = [partial(_chained, halves, h, by) for by in (partial(self._kernel, products=products), None)]
+        own, plain = self._seconds(runs)
         return own < plain
 
-    def _seconds(self, run: Callable[[], mx.array]) -> float:
-        if self._recorder is None:
-            return best_seconds(run, 3, 2)
-        return self._recorder.device_seconds(lambda: [run()])
+    def _seconds(self, runs: Sequence[Callable[[], mx.array]]) -> list[float]:
+        """Of each run, all measured in the same way."""
+        if self._recorder is not None:
+            with suppress(RuntimeError):  # one of them cannot be recorded
+                return [self._recorder.device_seconds(partial(_alone, run)) for run in runs]
+        return [best_seconds(run, 3, 2) for run in runs]
 
     def note(self) -> str:
         """What ``measure`` found, in one line; empty when there was nothing."""
         text = f"experts: kernel for {sum(self._wins.values())} of {len(self._wins)} measured"
         return "; ".join([text, *self.faults]) if self._wins else ""
+
+
+def _alone(run: Callable[[], mx.array]) -> list[mx.array]:
+    return [run()]
 
 
 @dataclass(frozen=True, slots=True)
