@@ -10,8 +10,8 @@ On CUDA, MLX records operations as graphs and launches those:
 What a user has set stays.
 
 On the CPU, MLX's arrays come from the C library's heap. glibc raises the size from which it maps a block of its
-own to that of the largest block freed so far, up to 32 MiB; from then on arrays lie among small blocks, and what is
-freed between them does not return: a worker under overload grew by 100 MiB in ten minutes. With a fixed size it
+own to that of the largest block freed so far, up to 32 MiB; from then on arrays lie among small blocks, and what
+is freed between them does not return: a worker under overload grew by 100 MiB in ten minutes. With a fixed size it
 stays flat.
 """
 
