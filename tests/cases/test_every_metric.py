@@ -161,12 +161,15 @@ def test_steps_of_one_request(metered: Metered) -> None:
     """Alone: a step samples the first token, each further one samples one more, and one may run too far."""
     metered.server.client.chat("<|s05|>")
     metered.settled()
-    steps = metered.delta("headrace:steps_total")
-    assert 9 <= steps <= 10
+
+    def observed_once() -> bool:  # the step that ran too far may be reported between two looks
+        return metered.delta("headrace:step_seconds_count") == metered.delta("headrace:steps_total")
+
+    wait_until(observed_once, 20, "a step observed once")
+    assert 9 <= metered.delta("headrace:steps_total") <= 10
     assert metered.delta("headrace:step_seconds_sum") > 0
     batches = metered.delta("headrace:batch_size_count")
     assert batches >= 8  # nothing runs any more when the ninth is counted
-    assert metered.delta("headrace:step_seconds_count") == steps  # a step is observed once
     assert metered.delta("headrace:batch_size_sum") == batches  # one sequence in each
     assert 0 < metered.delta("headrace:decode_stall_seconds_count") <= batches
     assert metered.delta("headrace:decode_stall_seconds_sum") > 0
