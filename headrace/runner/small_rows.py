@@ -15,7 +15,7 @@ kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product as combinations
 from typing import Any
@@ -26,6 +26,8 @@ import numpy as np
 
 from headrace.runner import small_rows_source as source
 from headrace.runner.kernel_language import compile_ahead, cuda_kernel
+from headrace.runner.packed_rows_source import PACKED_PRODUCT
+from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import Cost, compiled_cost
 
@@ -44,17 +46,46 @@ OTHER_OPERATIONS = 3
 OTHER_DEVICE_S = 5e-6
 # Products timed in one compiled function; each is a few of the operations that MLX starts together (100).
 MEASURED_TOGETHER = 16
-# What is done beside the product, outputs, inner dimension, whether there is a bias.
-Form = tuple[str, int, int, bool]
+# What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
+Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Weights ``[N, K]`` and bias ``[N]`` of a linear layer."""
+    """Weights ``[N, K]`` of a linear layer, plain or packed or both, and its bias ``[N]``."""
 
-    weight: mx.array
+    weight: mx.array | None
     bias: mx.array | None = None
+    packed: PackedWeights | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inner dimension."""
+        found = self.held.shape
+        return found[0], found[1]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the weights' values."""
+        return self.held.dtype
+
+    @property
+    def held(self) -> mx.array | PackedWeights:
+        """The plain weights where there are some, else the packed ones."""
+        found = self.packed if self.weight is None else self.weight
+        assert found is not None, "weights are one or the other"
+        return found
+
+    @property
+    def plain_side(self) -> Dense | None:
+        """With nothing but plain weights; None: there are none."""
+        return None if self.weight is None else Dense(self.weight, self.bias)
+
+    @property
+    def packed_side(self) -> Dense | None:
+        """With nothing but packed weights; None: there are none."""
+        return None if self.packed is None else Dense(None, self.bias, self.packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +114,9 @@ class Product:
     def form(self) -> Form:
         """What products share that are computed and measured alike."""
         parts = {"norm": self.norm is not None, "residual": self.residual is not None, "gate": self.gated}
-        outputs, inner = self.dense.weight.shape
+        outputs, inner = self.dense.shape
         kind = "+".join(name for name, on in parts.items() if on) or "product"
-        return kind, outputs, inner, self.dense.bias is not None
+        return kind, outputs, inner, self.dense.bias is not None, _held_text(self.dense)
 
 
 # ``[B, ...]`` with K values a row -> ``[B, N]``, ``[B, N / 2]`` where gated, or the shape of the residual.
@@ -93,18 +124,38 @@ Products = Callable[[mx.array, Product], mx.array]
 
 
 def plain_product(x: mx.array, product: Product) -> mx.array:
-    """``Products`` by MLX's operations, for any number of rows and any type."""
+    """``Products`` by MLX's operations, for any number of rows and any type; over packed weights where there are
+    no others."""
     dense, norm, residual = product.dense, product.norm, product.residual
     x = x.reshape(x.shape[0], -1)
     if norm is not None:
         x = mx.fast.rms_norm(x, norm.weight, norm.eps)
-    if residual is not None and dense.bias is None and not product.gated:
+    if residual is not None and dense.weight is not None and dense.bias is None and not product.gated:
         return mx.addmm(residual.reshape(x.shape[0], -1), x, dense.weight.T).reshape(residual.shape)
-    y = x @ dense.weight.T if dense.bias is None else mx.addmm(dense.bias, x, dense.weight.T)
+    y = linear(x, dense)
     if product.gated:
         half = y.shape[1] // 2
         y = nn.silu(y[:, :half]) * y[:, half:]
     return y if residual is None else y.reshape(residual.shape) + residual
+
+
+def linear(x: mx.array, dense: Dense) -> mx.array:
+    """``x [..., K] @ weight.T + bias`` by one of MLX's products."""
+    packed = dense.packed
+    if dense.weight is not None:
+        return x @ dense.weight.T if dense.bias is None else mx.addmm(dense.bias, x, dense.weight.T)
+    assert packed is not None, "weights are one or the other"
+    y = mx.quantized_matmul(
+        x, packed.words, packed.scales, packed.biases, group_size=packed.group, bits=packed.bits
+    )
+    return y if dense.bias is None else y + dense.bias
+
+
+def unpacking_product(x: mx.array, product: Product) -> mx.array:
+    """``plain_product`` of packed weights that are unpacked for it."""
+    packed = product.dense.packed
+    assert packed is not None, "there is something to unpack"
+    return plain_product(x, replace(product, dense=Dense(packed.unpacked(), product.dense.bias)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +166,16 @@ class Tiling:
     wide: int
     warps: int
     deep: int
+
+    @staticmethod
+    def of_packed(rows: int, outputs: int, inner: int, *, gated: bool) -> Tiling:
+        """Inputs are read as often as there are blocks, from the cache, which is where packed products wait."""
+        tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
+        wide = 2 if outputs % 32 == 0 else 1
+        warps = 16 if outputs // (16 * wide) <= FILLING_BLOCKS else 8
+        while warps > 4 and inner < warps * 128:
+            warps //= 2
+        return Tiling(tiles, wide, warps, 2 if tiles == 1 else 1)
 
     @staticmethod
     def of(rows: int, outputs: int, *, gated: bool) -> Tiling:
@@ -129,17 +190,23 @@ class Tiling:
         return Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
 
 
-def bounds(warps: int, sums: int) -> str:
-    """The part of a header with a block's threads; ``sums``: tiles of 8 x 16 sums that each warp keeps."""
-    return source.BOUNDS.format(threads=warps * 32, blocks=(32 if sums == 1 else 16) // warps)
+def bounds(warps: int, sums: int, resident: int | None = None) -> str:
+    """The part of a header with a block's threads.
+
+    Args:
+        warps: of a block.
+        sums: tiles of 8 x 16 sums that each warp keeps.
+        resident: blocks that shall share a multiprocessor; None: as many as registers allow, by ``sums``.
+    """
+    return source.BOUNDS.format(threads=warps * 32, blocks=resident or (32 if sums == 1 else 16) // warps)
 
 
 def takes(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> bool:
     """Whether the kernel can compute this product at all."""
-    outputs, inner = dense.weight.shape
+    outputs, inner = dense.shape
     return (
         dtype in KINDS
-        and dtype == dense.weight.dtype
+        and dtype == dense.dtype
         and (dense.bias is None or dense.bias.dtype == dtype)
         and 1 <= rows <= MAX_ROWS
         and inner % 32 == 0
@@ -154,22 +221,28 @@ class KernelProducts:
         self._made: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, x: mx.array, product: Product, *, tiling: Tiling | None = None) -> mx.array:
+        """``tiling``: None: by the shape. Of weights that are held both ways the plain ones are read."""
         dense, norm, residual, gated = product.dense, product.norm, product.residual, product.gated
         if norm is not None and (x.dtype != mx.bfloat16 or norm.weight.dtype != x.dtype):
             # Unscaled inputs times the norm's weights could leave float16's range.
             x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
-        outputs = dense.weight.shape[0]
+        outputs, inner = dense.shape
+        packed = dense.packed if dense.weight is None else None
+        if tiling is None and packed is not None:
+            tiling = Tiling.of_packed(x.shape[0], outputs, inner, gated=gated)
         tiling = tiling or Tiling.of(x.shape[0], outputs, gated=gated)
+        weights = [dense.weight] if packed is None else [packed.words, packed.scales, packed.biases]
         extra = {
             "NORM": None if norm is None else norm.weight,
             "BIAS": dense.bias,
             "RESIDUAL": residual,
         }
         given = {name: array for name, array in extra.items() if array is not None}
+        parts = (*given, *(["GATE"] if gated else []), *([] if packed is None else ["PACKED"]))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         eps = 0.0 if norm is None else norm.eps
-        y: mx.array = self._kernel((*given, *(("GATE",) if gated else ())), tiling)(
-            inputs=[x, dense.weight, *given.values()],
+        y: mx.array = self._kernel(parts, tiling)(
+            inputs=[x, *weights, *given.values()],
             template=[
                 ("T", x.dtype),
                 ("MT", tiling.tiles),
@@ -177,6 +250,7 @@ class KernelProducts:
                 ("W", tiling.warps),
                 ("DEEP", tiling.deep),
                 ("EPS", int(np.float32(eps).view(np.int32))),
+                *([] if packed is None else packed_constants(packed)),
             ],
             grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, outputs // (16 * tiling.wide), 1),
             threadgroup=(tiling.warps * 32, 1, 1),
@@ -190,15 +264,29 @@ class KernelProducts:
         key = limits, *parts
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
-            names = [part.lower() for part in parts if part != "GATE"]
+            weights = ["w", "scales", "biases"] if "PACKED" in parts else ["w"]
+            names = [part.lower() for part in parts if part not in ("GATE", "PACKED")]
+            product = source.PRODUCT + (PACKED_PRODUCT if "PACKED" in parts else "")
             self._made[key] = cuda_kernel(
                 name="_".join(["rows", *(part.lower() for part in parts)]),
-                input_names=["x", "w", *names],
+                input_names=["x", *weights, *names],
                 output_names=["y"],
                 source=source.BODY,
-                header=defines + source.MACHINE + source.PRODUCT + limits,
+                header=defines + source.MACHINE + product + limits,
             )
         return self._made[key]
+
+
+def packed_constants(packed: PackedWeights) -> list[tuple[str, int]]:
+    """What kernels over packed weights are compiled for; WHOLE: a row is whole chunks."""
+    whole = packed.shape[-1] % (512 // packed.bits) == 0
+    return [("BITS", packed.bits), ("GROUP", packed.group), ("WHOLE", int(whole))]
+
+
+def _held_text(dense: Dense) -> str:
+    """How weights are held, for people and for telling forms apart."""
+    packed = [] if dense.packed is None else [f"{dense.packed.bits} bits by {dense.packed.group}"]
+    return " and ".join([*packed, *([] if dense.weight is None else ["16 bits"])])
 
 
 class SmallRowsKernel:

@@ -157,9 +157,10 @@ DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up;
 """
 
 # Constants: T, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits of a
-# float). Defined or not: NORM, GATE, RESIDUAL, BIAS. Inputs: x [M, ...] with K values a row, w [N, K], and in this
-# order, each where defined: norm [K], bias [N], residual like y. Output: y [M, N]; with GATE [M, N / 2], w's first
-# half is the gate's.
+# float). Defined or not: PACKED, NORM, GATE, RESIDUAL, BIAS. Inputs: x [M, ...] with K values a row, w [N, K], and in
+# this order, each where defined: norm [K], bias [N], residual like y. Output: y [M, N]; with GATE [M, N / 2], w's
+# first half is the gate's. With PACKED (packed_rows_source.py) BITS, GROUP and WHOLE are constants too, w [N, K * BITS / 32]
+# are words, and after them come scales and biases [N, K / GROUP].
 BODY = """
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
@@ -167,39 +168,55 @@ BODY = """
   const int row0 = blockIdx.x * MT * 8;
   const int M = x_shape[0] - row0 < MT * 8 ? x_shape[0] - row0 : MT * 8;
   const int N = w_shape[0];
+#ifdef PACKED
+  const int K = w_shape[1] / BITS * 32;
+  const unsigned* weights[NT];
+  const unsigned short* tile_scales[NT];
+  const unsigned short* tile_biases[NT];
+  const int lane_first = 0;
+#else
   const int K = w_shape[1];
+  const T* weights[NT];
+  const int lane_first = threadIdx.x % 4 * 8;
+#endif
   const int warp = threadIdx.x / 32;
   const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
 #ifdef GATE
   constexpr int OWN = NT / 2;
 #else
   constexpr int OWN = NT;
 #endif
   const int first = blockIdx.y * OWN * 16;
-  const T* weights[NT];
   for (int n = 0; n < NT; ++n) {
-    const int row = n < OWN ? first + n * 16 : N / 2 + first + (n - OWN) * 16;
-    weights[n] = w + size_t(row + g) * K + t * 8;
+    const int row = g + (n < OWN ? first + n * 16 : N / 2 + first + (n - OWN) * 16);
+    weights[n] = w + size_t(row) * w_shape[1] + lane_first;
+#ifdef PACKED
+    tile_scales[n] = reinterpret_cast<const unsigned short*>(scales) + size_t(row) * (K / GROUP);
+    tile_biases[n] = reinterpret_cast<const unsigned short*>(biases) + size_t(row) * (K / GROUP);
+#endif
   }
   const T* inputs[MT];
   bool real[MT];
   float total[NT][MT][4] = {};
   float squares[MT] = {};
   for (int m = 0; m < MT; ++m) {
-    inputs[m] = x + size_t(row0 + m * 8 + g) * K + t * 8;
+    inputs[m] = x + size_t(row0 + m * 8 + g) * K + lane_first;
     real[m] = m * 8 + g < M;
   }
-  const int chunks = K / 32;
 #ifdef NORM
   constexpr bool NORMED = true;
-  const T* gains = norm + t * 8;
+  const T* gains = norm + lane_first;
 #else
   constexpr bool NORMED = false;
   const T* gains = x;
 #endif
-  accumulate<T, MT, NT, NORMED, DEEP>(total, squares, weights, inputs, real, gains, K, chunks * warp / W,
-                                     chunks * (warp + 1) / W);
+#ifdef PACKED
+  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(total, squares, weights, tile_scales, tile_biases,
+                                                             inputs, real, gains, K, warp);
+#else
+  accumulate<T, MT, NT, NORMED, DEEP>(total, squares, weights, inputs, real, gains, K, K / 32 * warp / W,
+                                     K / 32 * (warp + 1) / W);
+#endif
   gather<W, MT, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
   for (int i = threadIdx.x; i < M * OWN * 16; i += W * 32) {
     const int m = i / (OWN * 16);

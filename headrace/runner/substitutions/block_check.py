@@ -166,7 +166,7 @@ def _form(block: FusedBlock) -> tuple[Any, ...]:
     if isinstance(feed, DenseFeedForward):
         inner = feed.down.weight.shape
     elif isinstance(feed, ExpertsFeedForward):
-        inner = feed.experts.gate.shape
+        inner = feed.experts.shape
     return attention.qkv.weight.shape, spec.heads, spec.kv_heads, spec.q_norm is not None, inner
 
 

@@ -3,7 +3,7 @@
     h ─ norm, router product ─ route ─ norm, gate and up product of the chosen experts, SiLU ─ down product,
         weighted ─ sum over the choices + h ─ out
 
-Five kernels of our own (``moe_source.py``), for unpacked 16-bit experts and few rows; the unmodified module
+Five kernels of our own (``moe_source.py``), for 16-bit and packed experts and few rows; the unmodified module
 computes everything else. Rounding may change which expert comes last among the chosen: logits are products of
 16-bit numbers, and two of them can be as close as their rounding. ``settled`` says for which rows that is out of
 question.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 from headrace.runner import small_rows_source
 from headrace.runner.kernel_language import cuda_kernel
+from headrace.runner.packed_rows_source import PACKED_PRODUCT
+from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.small_rows import (
     KINDS,
     MAX_ROWS,
@@ -36,13 +38,14 @@ from headrace.runner.small_rows import (
     bounds,
     largest_difference,
     measured_bucket,
+    packed_constants,
     plain_product,
 )
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions import moe_source as source
 from headrace.runner.timing import best_seconds
 
-MAX_PAIRS = 256
+MAX_PAIRS = 1024
 MAX_EXPERTS = 1024
 # Logits closer than this share of the largest are not told apart.
 _UNSETTLED = 2.0**-6
@@ -50,15 +53,52 @@ _UNSETTLED = 2.0**-6
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Weights of a layer's experts: gate and up ``[E, F, D]``, down ``[E, D, F]``; how rows choose among them."""
+    """Weights of a layer's experts: gate and up ``[E, F, D]``, down ``[E, D, F]``; how rows choose among them.
+
+    Attributes:
+        gate: plain weights, as ``up`` and ``down``; None: there are only packed ones.
+        packed: gate, up and down; None: there are only plain ones.
+    """
 
     norm: Norm
     router: Dense
-    gate: mx.array
-    up: mx.array
-    down: mx.array
+    gate: mx.array | None
+    up: mx.array | None
+    down: mx.array | None
     choices: int
     normalized: bool
+    packed: tuple[PackedWeights, PackedWeights, PackedWeights] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, width of one, hidden width."""
+        count, width, hidden = self._gate.shape
+        return count, width, hidden
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the weights' values."""
+        return self._gate.dtype
+
+    @property
+    def _gate(self) -> mx.array | PackedWeights:
+        if self.gate is not None:
+            return self.gate
+        assert self.packed is not None, "weights are one or the other"
+        return self.packed[0]
+
+    @property
+    def sides(self) -> list[Experts]:
+        """The same experts by each way in which they are held, alone."""
+        plain = [] if self.gate is None else [replace(self, packed=None)]
+        packed = [] if self.packed is None else [replace(self, gate=None, up=None, down=None)]
+        return [*packed, *plain]
+
+    @property
+    def matrices(self) -> list[mx.array | PackedWeights]:
+        """Gate, up and down; plain where there are both."""
+        plain = [array for array in (self.gate, self.up, self.down) if array is not None]
+        return list(plain) or list(self.packed or ())
 
 
 class ExpertsKernel(Protocol):
@@ -68,49 +108,65 @@ class ExpertsKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiling:
+class ExpertsTiling:
+    """Constants of one compiled form: tiles of 16 outputs, warps, chunks loaded at once, blocks that share a
+    multiprocessor, tiles of 8 rows."""
+
     wide: int
     warps: int
     deep: int
+    resident: int
+    tiles: int = 1
 
-
-_GATE = _Tiling(2, 8, 4)
-_DOWN = _Tiling(2, 8, 4)
+    @staticmethod
+    def of(pairs: int, experts: int, *, packed: bool, gate: bool) -> ExpertsTiling:
+        """For ``pairs`` among ``experts``: tiles of rows as an expert has rows on average."""
+        tiles = 1 if pairs <= 4 * experts else 2 if pairs <= 12 * experts else 4
+        if packed:
+            found = ExpertsTiling(2, 4, 2 if tiles == 1 else 1, 4)
+        else:
+            found = ExpertsTiling(2, 8, 2, 2 if tiles > 1 else 3) if gate else ExpertsTiling(2, 4, 3, 4)
+        return replace(found, tiles=tiles)
 
 
 class CudaExperts:
-    """``ExpertsKernel`` by the CUDA kernels; make one and keep it."""
+    """``ExpertsKernel`` by the CUDA kernels; make one and keep it.
 
-    def __init__(self) -> None:
+    Args:
+        tiling: of the products: of pairs, experts, and whether packed and gate.
+    """
+
+    def __init__(self, tiling: Callable[..., ExpertsTiling] = ExpertsTiling.of) -> None:
+        self._tiling = tiling
         self._route = _kernel(
             "moe_route", ["logits"], ["chosen", "weights"], source.ROUTE, small_rows_source.MACHINE
         )
         self._combine = _kernel("moe_combine", ["parts", "residual"], ["y"], source.COMBINE, "")
-        self._gates = {
-            normed: _kernel(
-                "moe_gate",
-                ["x", "w", "up", "chosen", *(["norm"] if normed else [])],
-                ["y"],
-                source.EXPERTS,
-                _header(["GATE", *(["NORM"] if normed else [])], _GATE),
-            )
-            for normed in (False, True)
-        }
-        self._down = _kernel(
-            "moe_down", ["x", "w", "chosen", "weights"], ["y"], source.EXPERTS, _header([], _DOWN)
-        )
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, h: mx.array, experts: Experts, products: Products) -> mx.array:
+        """Of experts that are held both ways the plain ones are read."""
         norm = experts.norm
-        normed = h.dtype == mx.bfloat16
         logits = products(h, Product(experts.router, norm))
-        x = h if normed else mx.fast.rms_norm(h, norm.weight, norm.eps)
         chosen, weights = self.route(logits, experts)
-        gate = [x, experts.gate, experts.up, chosen, *([norm.weight] if normed else [])]
-        hidden = self._product(self._gates[normed], _GATE, gate, experts.gate, h.dtype, norm.eps, 2)
-        down = [hidden, experts.down, chosen, weights]
-        parts = self._product(self._down, _DOWN, down, experts.down, mx.float32, 0.0, 1)
-        return self.combine(parts, h, experts.choices)
+        hidden = self.gated(h, experts, chosen)
+        return self.combine(self.down(hidden, experts, chosen, weights), h, experts.choices)
+
+    def gated(self, h: mx.array, experts: Experts, chosen: mx.array) -> mx.array:
+        """``[B * C, F]``: what each pair's expert makes of its row's norm, before the down product."""
+        norm, normed = experts.norm, h.dtype == mx.bfloat16
+        x = h if normed else mx.fast.rms_norm(h, norm.weight, norm.eps)
+        gate, up, _ = experts.matrices
+        inputs = {"x": x, **_named("w", gate), **_named("up", up), "chosen": chosen}
+        if normed:
+            inputs["norm"] = norm.weight
+        return self._product(["GATE", *(["NORM"] if normed else [])], inputs, gate, h.dtype, norm.eps)
+
+    def down(self, hidden: mx.array, experts: Experts, chosen: mx.array, weights: mx.array) -> mx.array:
+        """``[B * C, D]`` float32: the down products, weighted."""
+        matrix = experts.matrices[2]
+        inputs = {"x": hidden, **_named("w", matrix), "chosen": chosen, "weights": weights}
+        return self._product([], inputs, matrix, mx.float32, 0.0)
 
     def route(self, logits: mx.array, experts: Experts) -> tuple[mx.array, mx.array]:
         """Chosen experts ``[B, C]`` int32 and their weights, float32, of ``logits [B, E]``."""
@@ -132,36 +188,56 @@ class CudaExperts:
         )
         return chosen, weights
 
-    @staticmethod
     def _product(
-        kernel: Any,
-        tiling: _Tiling,
-        inputs: list[mx.array],
-        weights: mx.array,
+        self,
+        parts: list[str],
+        inputs: dict[str, mx.array],
+        matrix: mx.array | PackedWeights,
         dtype: mx.Dtype,
         eps: float,
-        matrices: int,
     ) -> mx.array:
-        """Products of pairs; ``matrices``: how many share a block's tiles."""
-        chosen = next(array for array in inputs if array.dtype == mx.int32)
-        experts, outputs, _ = weights.shape
+        """Products of pairs with the matrices of their experts."""
+        chosen = inputs["chosen"]
+        experts, outputs, _ = matrix.shape
+        packed = matrix if isinstance(matrix, PackedWeights) else None
+        gate = "GATE" in parts
+        tiling = self._tiling(chosen.size, experts, packed=packed is not None, gate=gate)
         threads = tiling.warps * 32
+        together = 16 * tiling.wide // (2 if gate else 1)
+        kernel = self._made_for([*parts, *([] if packed is None else ["PACKED"])], list(inputs), tiling)
         y: mx.array = kernel(
-            inputs=inputs,
+            inputs=list(inputs.values()),
             template=[
-                ("T", weights.dtype),
+                ("T", matrix.dtype),
                 ("E", experts),
+                ("MT", tiling.tiles),
                 ("NT", tiling.wide),
                 ("W", tiling.warps),
                 ("DEEP", tiling.deep),
                 ("EPS", _bits(eps)),
+                *([] if packed is None else packed_constants(packed)),
             ],
-            grid=(outputs * matrices // (16 * tiling.wide) * threads, min(chosen.size, experts), 1),
+            grid=(outputs // together * threads, min(chosen.size, experts), 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(chosen.size, outputs)],
             output_dtypes=[dtype],
         )[0]
         return y
+
+    def _made_for(self, parts: list[str], names: list[str], tiling: ExpertsTiling) -> Any:
+        limits = bounds(tiling.warps, tiling.wide, tiling.resident)
+        key = limits, *parts
+        if key not in self._made:
+            defines = "".join(f"#define {part}\n" for part in parts)
+            product = small_rows_source.PRODUCT + (PACKED_PRODUCT if "PACKED" in parts else "")
+            self._made[key] = _kernel(
+                "_".join(["moe", "gate" if "GATE" in parts else "down", *(["packed"] if "PACKED" in parts else [])]),
+                names,
+                ["y"],
+                source.EXPERTS,
+                defines + small_rows_source.MACHINE + product + limits,
+            )
+        return self._made[key]
 
     def combine(self, parts: mx.array, residual: mx.array, choices: int) -> mx.array:
         """``residual`` plus the sums of ``parts [B * choices, N]``."""
@@ -180,10 +256,11 @@ def _kernel(name: str, inputs: list[str], outputs: list[str], body: str, header:
     return cuda_kernel(name=name, input_names=inputs, output_names=outputs, source=body, header=header)
 
 
-def _header(parts: Sequence[str], tiling: _Tiling) -> str:
-    defines = "".join(f"#define {part}\n" for part in parts)
-    limits = bounds(tiling.warps, tiling.wide)
-    return defines + small_rows_source.MACHINE + small_rows_source.PRODUCT + limits
+def _named(name: str, matrix: mx.array | PackedWeights) -> dict[str, mx.array]:
+    """A matrix's arrays by the names that they have in the kernel."""
+    if isinstance(matrix, mx.array):
+        return {name: matrix}
+    return {name: matrix.words, f"{name}_scales": matrix.scales, f"{name}_biases": matrix.biases}
 
 
 def _bits(value: float) -> int:
@@ -219,55 +296,64 @@ class ExpertsChoice:
         self._make = kernel
         self._timed = timed
         self._kernel: ExpertsKernel | None = None
-        self._wins: dict[tuple[Any, ...], bool] = {}
+        self._wins: dict[tuple[Any, ...], str | None] = {}
         self.faults: list[str] = []
 
-    def of(self, h: mx.array, experts: Experts) -> ExpertsKernel | None:
-        """The kernel for ``h [B, 1, D]``, or None for the unmodified module."""
+    def of(self, h: mx.array, experts: Experts) -> tuple[ExpertsKernel, Experts] | None:
+        """The kernel for ``h [B, 1, D]`` and the side of the experts that it is for; None: the unmodified module."""
         rows = h.shape[0]
-        wins = self._wins.get((measured_bucket(rows), *_form(experts)), False)
-        return self._kernel if wins and self._takes(rows, h.dtype, experts) else None
+        won = self._wins.get((measured_bucket(rows), *_form(experts)))
+        if won is None or self._kernel is None or not self._takes(rows, h.dtype, experts):
+            return None
+        return self._kernel, next(side for side in experts.sides if _side(side) == won)
 
     def call_kernels(self, half: ExpertsFeedForward, products: Products) -> None:
         """Call what ``measure`` will run, without evaluating anything (see ``compile_ahead``)."""
         experts = half.experts
         for rows in MEASURED_ROWS:
-            h = mx.zeros((rows, 1, experts.gate.shape[2]), experts.gate.dtype)
+            h = mx.zeros((rows, 1, experts.shape[2]), experts.dtype)
             if self._takes(rows, h.dtype, experts):
                 self._kernel = self._kernel or self._make()
-                self._kernel(h, experts, products)
+                for side in experts.sides:
+                    self._kernel(h, side, products)
 
     def measure(self, halves: Sequence[ExpertsFeedForward], products: Products) -> None:
         """Check and time the kernel on some layers that are alike but for their values."""
         experts = halves[0].experts
         for rows in MEASURED_ROWS:
             key = (measured_bucket(rows), *_form(experts))
-            if key in self._wins or not self._takes(rows, experts.gate.dtype, experts):
+            if key in self._wins or not self._takes(rows, experts.dtype, experts):
                 continue
-            self._wins[key] = False
-            h = (mx.random.normal((rows, 1, experts.gate.shape[2])) * 0.1).astype(experts.gate.dtype)
-            try:
-                self._kernel = self._kernel or self._make()
-                fault = self._fault(h, halves, products)
-                if fault is not None:
-                    self.faults.append(f"experts at {rows} rows: {fault}")
-                    continue
-                self._wins[key] = not self._timed or self._is_faster(h, halves, products)
-            except Exception as error:
-                # Whatever a compiler or driver says about a kernel, the unmodified module can serve.
-                self.faults.append(f"experts at {rows} rows: {(str(error).splitlines() or ['?'])[0][:160]}")
+            self._wins[key] = None
+            # rows that differ choose different experts
+            h = (mx.random.normal((rows, 1, experts.shape[2])) * 0.1).astype(experts.dtype)
+            right = []
+            for place in range(len(experts.sides)):
+                some = [replace(half, experts=half.experts.sides[place]) for half in halves]
+                what = f"experts of {_side(some[0].experts)} at {rows} rows"
+                try:
+                    self._kernel = self._kernel or self._make()
+                    fault = self._fault(h, some, products)
+                    if fault is None:
+                        right.append(some)
+                    else:
+                        self.faults.append(f"{what}: {fault}")
+                except Exception as error:
+                    # Whatever a compiler or driver says about a kernel, the unmodified module can serve.
+                    self.faults.append(f"{what}: {(str(error).splitlines() or ['?'])[0][:160]}")
+            if right:
+                self._wins[key] = self._fastest(h, right, products)
 
     def _takes(self, rows: int, dtype: mx.Dtype, experts: Experts) -> bool:
         """Whether the kernel can compute this at all."""
-        count, width, hidden = experts.gate.shape
+        count, width, hidden = experts.shape
         return (
             dtype in self._dtypes
             and 1 <= rows <= MAX_ROWS
             and rows * experts.choices <= MAX_PAIRS
             and experts.choices < count <= MAX_EXPERTS
-            and all(
-                array.dtype == dtype for array in (experts.gate, experts.up, experts.down, experts.norm.weight)
-            )
+            and all(one.dtype == dtype for side in experts.sides for one in side.matrices)
+            and experts.norm.weight.dtype == dtype
             and hidden % 32 == 0
             and width % 32 == 0
         )
@@ -286,11 +372,18 @@ class ExpertsChoice:
                 return f"differs by {worst:.2g}"
         return None
 
-    def _is_faster(self, h: mx.array, halves: Sequence[ExpertsFeedForward], products: Products) -> bool:
+    def _fastest(
+        self, h: mx.array, candidates: Sequence[Sequence[ExpertsFeedForward]], products: Products
+    ) -> str | None:
+        """The side that takes the least time; None: the unmodified module does."""
         assert self._kernel is not None
-        runs = [partial(_chained, halves, h, by) for by in (partial(self._kernel, products=products), None)]
-        own, plain = self._seconds(runs)
-        return own < plain
+        own = partial(self._kernel, products=products)
+        runs = [partial(_chained, halves, h, own) for halves in candidates]
+        if not self._timed:
+            return _side(candidates[0][0].experts)
+        *times, plain = self._seconds([*runs, partial(_chained, candidates[0], h, None)])
+        best = min(range(len(times)), key=times.__getitem__)
+        return _side(candidates[best][0].experts) if times[best] < plain else None
 
     def _seconds(self, runs: Sequence[Callable[[], mx.array]]) -> list[float]:
         """Of each run, all measured in the same way."""
@@ -301,7 +394,10 @@ class ExpertsChoice:
 
     def note(self) -> str:
         """What ``measure`` found, in one line; empty when there was nothing."""
-        text = f"experts: kernel for {sum(self._wins.values())} of {len(self._wins)} measured"
+        won = [side for side in self._wins.values() if side is not None]
+        text = f"experts: kernel for {len(won)} of {len(self._wins)} measured"
+        if any("by" in side for side in won):
+            text += f", {sum('by' in side for side in won)} of them over packed weights"
         return "; ".join([text, *self.faults]) if self._wins else ""
 
 
@@ -318,8 +414,11 @@ class ExpertsFeedForward:
     choice: ExpertsChoice
 
     def __call__(self, h: mx.array, products: Products) -> mx.array:
-        kernel = self.choice.of(h, self.experts)
-        return self.unmodified(h) if kernel is None else kernel(h, self.experts, products)
+        found = self.choice.of(h, self.experts)
+        if found is None:
+            return self.unmodified(h)
+        kernel, experts = found
+        return kernel(h, experts, products)
 
     def unmodified(self, h: mx.array) -> mx.array:
         norm = self.experts.norm
@@ -343,7 +442,13 @@ def _chained(
 
 
 def _form(experts: Experts) -> tuple[Any, ...]:
-    return (*experts.gate.shape, experts.choices, experts.normalized)
+    return (*experts.shape, experts.choices, experts.normalized, *map(_side, experts.sides))
+
+
+def _side(experts: Experts) -> str:
+    """How the experts of one side are held."""
+    packed = experts.packed
+    return "16 bits" if packed is None else f"{packed[0].bits} bits by {packed[0].group}"
 
 
 def experts_feed_forward(norm: Norm | None, module: Any, choice: ExpertsChoice) -> ExpertsFeedForward | None:

@@ -2,8 +2,8 @@
 
     route     a warp per row: softmax over the experts, the C largest one after another, their weights
     experts   grid (output tiles, experts). A block finds the rows that chose its expert among all B * C choices,
-              ends at once when there are none, and multiplies them eight at a time as ``small_rows_source.py``
-              does. So an expert's weights are read once for all of its rows
+              ends at once when there are none, and multiplies them in tiles of eight as ``small_rows_source.py``
+              does, MT tiles at a time. So an expert's weights are read once for up to 8 MT rows
     combine   a row's C results added up, and the residual
 
 Where there are fewer choices than experts, the grid's second axis counts choices, and the first choice of an
@@ -79,81 +79,120 @@ ROUTE = """
   }
 """
 
-# Constants: T, E experts, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits of a float).
-# Defined or not: GATE with NORM or without; without GATE it is the down product.
+# Constants: T, E experts, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits
+# of a float). Defined or not: PACKED (then also BITS, GROUP and WHOLE); GATE with NORM or without; without GATE it is the
+# down product. At most 1024 pairs.
 # Inputs with GATE: x [B, ...] with K values a row, w and up [E, N, K], chosen [B, C] int32, with NORM norm [K].
 # Output: y [B * C, N] of T: SiLU(gate) * up of each pair.
 # Inputs without: x [B * C, K], w [E, N, K], chosen, weights [B, C] float32. Output: y [B * C, N] float32,
 # weighted.
+# With PACKED, w and up are words [E, N, K * BITS / 32], each followed by its scales and biases [E, N, K / GROUP]:
+# w_scales, w_biases, up_scales, up_biases.
 EXPERTS = """
-  __shared__ float sums[W / 2][NT * 128];
-  __shared__ float row_squares[W][8];
-  __shared__ float factors[8];
-  __shared__ int members[256];
+  __shared__ float sums[W / 2][NT * MT * 128];
+  __shared__ float row_squares[W][MT * 8];
+  __shared__ float factors[MT * 8];
+  __shared__ unsigned short members[1024];
   __shared__ int count;
+  __shared__ int earlier;
   const int N = w_shape[1];
-  const int K = w_shape[2];
   const int C = chosen_shape[1];
   const int pairs = chosen_shape[0] * C;
   const bool by_pair = gridDim.y != E;
   const int expert = by_pair ? chosen[blockIdx.y] : int(blockIdx.y);
-  if (threadIdx.x == 0) count = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += W * 32) {
-    if (chosen[i] == expert) members[atomicAdd(&count, 1)] = i;
+  int found = 1;
+  if (pairs == C && by_pair) {
+    if (threadIdx.x == 0) members[0] = blockIdx.y;  // a row's choices differ
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) count = earlier = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < pairs; i += W * 32) {
+      if (chosen[i] != expert) continue;
+      members[atomicAdd(&count, 1)] = i;
+      if (by_pair && i < int(blockIdx.y)) earlier = 1;
+    }
+    __syncthreads();
+    if (count == 0 || earlier != 0) return;
+    found = count;
   }
-  __syncthreads();
-  bool stands = count > 0;
-  for (int i = 0; by_pair && i < count; ++i) stands = stands && members[i] >= int(blockIdx.y);
-  if (!stands) return;
   const int warp = threadIdx.x / 32;
   const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
 #ifdef GATE
   constexpr int OWN = NT / 2;
 #else
   constexpr int OWN = NT;
 #endif
+#ifdef PACKED
+  const int K = w_shape[2] / BITS * 32;
+  const unsigned* matrices[NT];
+  const unsigned short* tile_scales[NT];
+  const unsigned short* tile_biases[NT];
+  const int lane_first = 0;
+#else
+  const int K = w_shape[2];
+  const T* matrices[NT];
+  const int lane_first = threadIdx.x % 4 * 8;
+#endif
 #ifdef NORM
   constexpr bool NORMED = true;
-  const T* gains = norm + t * 8;
+  const T* gains = norm + lane_first;
 #else
   constexpr bool NORMED = false;
   const T* gains = x;
 #endif
   const int first = blockIdx.x * OWN * 16;
-  const T* matrices[NT];
   for (int n = 0; n < NT; ++n) {
+    const size_t row = size_t(expert) * N + first + n % OWN * 16 + g;
 #ifdef GATE
-    const T* of = n < OWN ? w : up;
+    const bool gate_part = n < OWN;
+    matrices[n] = (gate_part ? w : up) + row * w_shape[2] + lane_first;
 #else
-    const T* of = w;
+    matrices[n] = w + row * w_shape[2] + lane_first;
 #endif
-    matrices[n] = of + (size_t(expert) * N + first + n % OWN * 16 + g) * K + t * 8;
+#ifdef PACKED
+#ifdef GATE
+    const T* scales = gate_part ? w_scales : up_scales;
+    const T* biases = gate_part ? w_biases : up_biases;
+#else
+    const T* scales = w_scales;
+    const T* biases = w_biases;
+#endif
+    tile_scales[n] = reinterpret_cast<const unsigned short*>(scales) + row * (K / GROUP);
+    tile_biases[n] = reinterpret_cast<const unsigned short*>(biases) + row * (K / GROUP);
+#endif
   }
-  const int chunks = K / 32;
-  for (int tile = 0; tile < count; tile += 8) {
-    const int left = count - tile < 8 ? count - tile : 8;
-    const bool real[1] = {g < left};
-    const int pair = members[g < left ? tile + g : tile];
+  for (int tile = 0; tile < found; tile += MT * 8) {
+    const int left = found - tile < MT * 8 ? found - tile : MT * 8;
+    bool real[MT];
+    const T* inputs[MT];
+    for (int m = 0; m < MT; ++m) {
+      real[m] = m * 8 + g < left;
+      const int pair = members[real[m] ? tile + m * 8 + g : tile];
 #ifdef GATE
-    const T* inputs[1] = {x + size_t(pair / C) * K + t * 8};
+      inputs[m] = x + size_t(pair / C) * K + lane_first;
 #else
-    const T* inputs[1] = {x + size_t(pair) * K + t * 8};
+      inputs[m] = x + size_t(pair) * K + lane_first;
 #endif
-    float total[NT][1][4] = {};
-    float squares[1] = {};
-    accumulate<T, 1, NT, NORMED, DEEP>(total, squares, matrices, inputs, real, gains, K, chunks * warp / W,
-                                       chunks * (warp + 1) / W);
-    gather<W, 1, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
+    }
+    float total[NT][MT][4] = {};
+    float squares[MT] = {};
+#ifdef PACKED
+    accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(total, squares, matrices, tile_scales, tile_biases,
+                                                               inputs, real, gains, K, warp);
+#else
+    accumulate<T, MT, NT, NORMED, DEEP>(total, squares, matrices, inputs, real, gains, K, K / 32 * warp / W,
+                                       K / 32 * (warp + 1) / W);
+#endif
+    gather<W, MT, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
     for (int i = threadIdx.x; i < left * OWN * 16; i += W * 32) {
       const int m = i / (OWN * 16);
       const int n = i % (OWN * 16);
       const int to = members[tile + m];
-      float sum = gathered<W, 1, NT>(sums, n / 16, n % 16, m);
+      float sum = gathered<W, MT, NT>(sums, n / 16, n % 16, m);
       if (NORMED) sum *= factors[m];
 #ifdef GATE
-      float other = gathered<W, 1, NT>(sums, OWN + n / 16, n % 16, m);
+      float other = gathered<W, MT, NT>(sums, OWN + n / 16, n % 16, m);
       if (NORMED) other *= factors[m];
       y[size_t(to) * N + first + n] = T(gate(sum, other));
 #else

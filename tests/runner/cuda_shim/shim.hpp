@@ -150,3 +150,22 @@ inline unsigned scaled(unsigned x, unsigned by) {
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+inline unsigned half_word(const void* at) {
+  unsigned short value;
+  std::memcpy(&value, at, 2);
+  return value;
+}
+template <typename T>
+inline unsigned fused(unsigned x, unsigned by, unsigned plus, const T*) {
+  T values[2];
+  for (int i = 0; i < 2; ++i) {
+    values[i] = T(shim::element<T>(x, i) * shim::element<T>(by, i) + shim::element<T>(plus, i));
+  }
+  unsigned result;
+  std::memcpy(&result, values, 4);
+  return result;
+}
+inline unsigned masked(unsigned x, unsigned mask, unsigned with) { return (x & mask) | with; }
+inline unsigned rounded(float low, float high) {
+  return __nv_bfloat16(low).bits | unsigned(__nv_bfloat16(high).bits) << 16;
+}
