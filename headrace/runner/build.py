@@ -59,6 +59,7 @@ from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
 from headrace.runner.substitutions.native_norm import substitute_norms
+from headrace.runner.substitutions.packed_linear import PackedLinear
 from headrace.runner.substitutions.rotary import substitute_rotary
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 from headrace.runner.warm_up import warm_up
@@ -197,7 +198,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         substitute_rotary(model, operations)
         if operations is not None:
             substitute_norms(model, operations)
-    fuse_projections(model, (NarrowLinear,) if head_major else (nn.Linear, nn.QuantizedLinear))
+    fuse_projections(model, (NarrowLinear,) if head_major else (nn.Linear, nn.QuantizedLinear, PackedLinear))
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
     softcap = substitute_softcapped_attention(model)

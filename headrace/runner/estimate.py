@@ -118,4 +118,5 @@ def _form(plan: Plan, dtype: mx.Dtype) -> str:
     if not plan.packings:
         return name
     bits = sorted({packing.bits for packing in plan.packings.values()})
-    return f"packed, {'/'.join(map(str, bits))} bits"
+    beside = f", and {name}" if plan.beside else ""
+    return f"packed, {'/'.join(map(str, bits))} bits{beside}"

@@ -8,15 +8,17 @@
 
 Forms, best first, unless the caller says (facts measured per device):
 - Metal: packed weights stay packed; plain ones keep the checkpoint's dtype.
-- CUDA: packed weights become plain 16-bit ones (quantized products gain nothing from batching there).
+- CUDA: affine weights of 4 or 8 bits are held packed, which decode steps read, and plain beside it, which prefills
+  read; packed alone where both leave too little room. What our kernels do not take becomes plain where that leaves
+  room (MLX's quantized products gain nothing from batching there).
 - CPU: affine weights of 4 or 8 bits stay packed and 16-bit ones stay so where products over narrow weights are
   right and fast (``cpu_products.py``); everything else becomes float32, in which all activations are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -25,9 +27,10 @@ from mlx.utils import tree_flatten
 
 from headrace.checkpoint.model_folder import ModelFiles
 from headrace.errors import ModelFileError, StartupError
-from headrace.runner import gguf_loader, mlx_lm_adapter
+from headrace.runner import gguf_loader, mlx_lm_adapter, packed_weights
 from headrace.runner.narrow_weights import NarrowProducts, takes_dtype, takes_packing
 from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of
+from headrace.runner.substitutions import packed_linear
 from headrace.runner.substitutions.narrow_linear import KINDS, calls_only, substitute_narrow
 from headrace.runner.weight_check import check_weights
 from headrace.runner.weight_piece import Piece, piece_of
@@ -37,11 +40,14 @@ Progress = Callable[[float], None]
 # Kinds of weights that stay narrow on a CPU.
 Narrow = tuple[Literal["packed", "plain"], ...]
 
+HALF = (mx.float16, mx.bfloat16)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # A form larger than the files is chosen when the weights then take at most this share of the budget.
 EXPANSION_SHARE = 0.7
 # Bytes evaluated at a time: what loading needs beyond the weights themselves, about.
 CHUNK_BYTES = 256 * 1024 * 1024
+# How weights are held for our kernels, best first.
+KERNEL_FORMS: tuple[Literal["both", "packed"], ...] = ("both", "packed")
 # Tensors that no model file reads: rotary frequencies that old checkpoints saved.
 _DERIVED = ("rotary_emb.inv_freq",)
 
@@ -72,24 +78,33 @@ class Form:
     """How weights are held: packed where the files pack them, or plain; in ``dtype`` (None: the checkpoint's).
 
     ``narrow``: matrices of these kinds stay as they are in the files, for products over narrow weights.
+    ``kernels``: what kernels of ours take (``packed_linear.py``) is held packed for them; with "both" plain beside
+    it, and everything else is plain.
     """
 
     packed: bool
     dtype: mx.Dtype | None
     narrow: Narrow = ()
+    kernels: Literal["packed", "both"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A form worked out: the modules that stay packed, and every parameter as a piece."""
+    """A form worked out: the modules that stay packed, and every parameter as a piece.
+
+    ``taken``: those of the packed modules that are held for our kernels. ``beside``: bytes of the plain weights
+    that they get beside their packed ones, by path.
+    """
 
     form: Form
     packings: dict[str, Packing]
     pieces: list[Piece]
+    taken: frozenset[str] = frozenset()
+    beside: dict[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(piece.nbytes for piece in self.pieces) + sum(self.beside.values())
 
 
 def load_model(
@@ -126,6 +141,7 @@ def load_model(
         narrow=narrow,
     )
     _fill(model, plan, progress)
+    packed_linear.hold_packed(model, plan.taken, plan.beside)
     if plan.form.narrow and products is not None:
         substitute_narrow(model, products)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -151,9 +167,12 @@ def outline_model(
         raise StartupError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     model = mlx_lm_adapter.build_model(files.model_file, files.config)
     make_plan = _folder_planner(files, model) if files.kind == "folder" else _gguf_planner(files, model)
-    if narrow and not calls_only(_settled(files)):
-        narrow = ()
-    forms = candidate_forms(device, DTYPES.get(dtype), keep_quantized, files.quantization is not None, narrow)
+    has_packed = files.quantization is not None
+    kernels = device == "cuda" and has_packed
+    if (narrow or kernels) and not calls_only(_settled(files)):
+        narrow, kernels = (), False
+    wishes = DTYPES.get(dtype), keep_quantized, has_packed
+    forms = candidate_forms(device, *wishes, narrow, kernels=kernels)
     plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
     install(model, plan.packings)
     check_weights(files, model, {name: shape for piece in plan.pieces for name, shape in piece.shapes.items()})
@@ -172,9 +191,15 @@ def _settled(files: ModelFiles) -> nn.Module:
 
 
 def candidate_forms(
-    device: Device, dtype: mx.Dtype | None, keep: bool | None, has_packed: bool, narrow: Narrow = ()
+    device: Device,
+    dtype: mx.Dtype | None,
+    keep: bool | None,
+    has_packed: bool,
+    narrow: Narrow = (),
+    *,
+    kernels: bool = False,
 ) -> list[Form]:
-    """Forms to try, best first, for a device and the caller's wishes."""
+    """Forms to try, best first, for a device and the caller's wishes; ``kernels``: ours can read packed ones."""
     preferred = {
         "cpu": [Form(False, mx.float32), Form(True, None)],
         "cuda": [Form(False, None), Form(True, None)],
@@ -185,6 +210,8 @@ def candidate_forms(
         kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind == "plain")
         if kinds:
             forms.append(Form("packed" in kinds, mx.float32, kinds))
+    if kernels and has_packed and (dtype is None or dtype in HALF) and keep is not False:
+        return [Form(True, dtype, kernels=held) for held in KERNEL_FORMS if keep is None or held == "packed"]
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
         wanted = Form(form.packed and has_packed, dtype or form.dtype)
         # an MLX dtype cannot be compared with None, so forms are told apart by name
@@ -226,9 +253,16 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
     matrices = matrices_of(model)
+    kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
         kept = packings if form.packed else {}
+        taken = {}
+        if form.kernels is not None:
+            scales = {path: form.dtype or renamed[f"{path}.scales"].dtype for path in packings}
+            taken = {path: one for path, one in packings.items() if path in kernels and _taken(one, scales[path])}
+        if form.kernels == "both":
+            kept = taken
         if form.narrow:
             kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
         held = dequantized(renamed, {path: packings[path] for path in packings.keys() - kept.keys()}, form.dtype)
@@ -242,9 +276,23 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
                 for name, array in held.items()
             }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        return Plan(form, kept, pieces)
+        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken))
 
     return plan
+
+
+def _taken(packing: Packing, scales: mx.Dtype) -> bool:
+    """Whether kernels of ours take it."""
+    affine = packing.mode == "affine" and packed_weights.takes_packing(packing.bits, packing.group_size)
+    return affine and scales in HALF
+
+
+def _beside(form: Form, model: nn.Module, taken: Collection[str]) -> dict[str, int]:
+    """Bytes of plain 16-bit weights of the modules in ``taken`` that get some; by path."""
+    if form.kernels != "both":
+        return {}
+    plain = packed_linear.kinds_of(model, packed_linear.WITH_PLAIN)
+    return {path: 2 * plain[path] for path in taken if path in plain}
 
 
 def matrices_of(model: nn.Module) -> set[str]:
@@ -289,10 +337,18 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
 def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
     gguf_loader.settle(files, model)
     matrices = matrices_of(model)
+    kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
         dtype = gguf_dtype(files, form)
         packings = gguf_loader.packings(files) if form.packed else {}
+        if form.kernels is not None:
+            exact = gguf_loader.exact(files) if form.kernels == "both" else packings.keys()
+            taken = {path: packings[path] for path in packings.keys() & kernels.keys() & exact}
+            taken = {path: packing for path, packing in taken.items() if _taken(packing, dtype)}
+            kept = taken if form.kernels == "both" else packings
+            pieces = gguf_loader.pieces(files, kept, dtype)
+            return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken))
         if not form.narrow:
             return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
         exact = gguf_loader.exact(files)
@@ -354,7 +410,8 @@ def _describe_form(files: ModelFiles, plan: Plan, dtype: str, held: int) -> str:
         how = f"{narrow_text(plan)}, computed in float32"
     elif plan.packings:
         bits = sorted({packing.bits for packing in plan.packings.values()})
-        how = f"packed ({'/'.join(map(str, bits))} bits, scales {dtype})"
+        beside = f", and {dtype} beside it" if plan.beside else ""
+        how = f"packed ({'/'.join(map(str, bits))} bits, scales {dtype}){beside}"
     else:
         how = dtype
     return f"weights: {stored} in the files ({_gib(files.weights_bytes)}), held as {how} ({_gib(held)})"

@@ -6,11 +6,11 @@ first in the lowest bits; a weight is scale * code + bias, one of each 16-bit pa
     chunk    64 positions of 8 bits, 128 of 4: a lane reads 16 bytes of a weight row, four lanes share a row. Warps
              take chunks in turn, so that a block reads rows in order
     ahead    DEEP chunks of codes are on their way while one is multiplied; inputs come from the cache
-    4 bits   a code put among the mantissa bits of 128 (bfloat16) or 1024 (float16) is their sum; the offset is taken
-             off exactly, then one multiply-add gives the weight, rounded once. A word's codes come out in pairs
-             (i, i + 4), so the inputs' pairs are made the same: sums do not notice the order of positions
-    8 bits   float16 alike. bfloat16 has no mantissa for 256 codes: they become floats, 32768 + code, and the offset
-             is part of the bias, which costs at most 2^-9 of a scale before the weight is rounded
+    4 bits   a code put among the mantissa bits of 128 (bfloat16) or 1024 (float16) is their sum; the offset is
+             taken off exactly, then one multiply-add gives the weight, rounded once. A word's codes come out in
+             pairs (i, i + 4), so the inputs' pairs are made the same: sums do not notice the order of positions
+    8 bits   float16 alike. bfloat16 has no mantissa for 256 codes: they become floats, 32768 + code, and the
+             offset is part of the bias, which costs at most 2^-9 of a scale before the weight is rounded
     norm     as in ``small_rows_source.py``, but for the squares: those are the diagonal of a tile's product with
              itself
 
@@ -51,9 +51,9 @@ DEVICE unsigned rounded(float low, float high) {
 #endif
 """
 
-# weights_of: the part p (8 positions) of a lane's codes as four pairs of weights. arranged: inputs in the same order.
-# accumulate_packed: the sums of one warp's chunks; words, scales and biases point at row g of their tiles, inputs
-# and norm at position 0 of their rows; the rest as accumulate.
+# weights_of: the part p (8 positions) of a lane's codes as four pairs of weights. arrange: inputs in the same
+# order. accumulate_packed: the sums of one warp's chunks; words, scales and biases point at row g of their tiles,
+# inputs and norm at position 0 of their rows; the rest as accumulate.
 PACKED_PRODUCT = (
     _MACHINE
     + """
@@ -114,8 +114,8 @@ DEVICE void arrange(Bits<4>, uint4& x) {
   x = make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
                  __byte_perm(x.y, x.w, 0x7632));
 }
-// Products of rows with rows of a tile of inputs, which then are multiplied with the norm's weights. An even and an
-// odd tile share a fragment of sums.
+// Products of rows with rows of a tile of inputs, which then are multiplied with the norm's weights. An even and
+// an odd tile share a fragment of sums.
 template <typename T>
 DEVICE void normalize(uint4& x, const uint4& by, float (&products)[4], bool even, const T* kind) {
   if (even) {
@@ -135,7 +135,8 @@ struct Place {
 };
 // 16 bytes of codes of rows g and g + 8, and their scales and biases. One pointer each, as registers are scarce.
 template <int BITS, int GROUP>
-DEVICE void fetch(uint4 (&codes)[2], unsigned (&scale)[2], unsigned (&bias)[2], const Place& at, int ahead, int K) {
+DEVICE void fetch(uint4 (&codes)[2], unsigned (&scale)[2], unsigned (&bias)[2], const Place& at, int ahead,
+                  int K) {
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
     codes[i] = stream(at.words + i * (K / 32 * BITS * 8) + ahead / 32 * BITS);

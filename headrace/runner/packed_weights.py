@@ -31,7 +31,7 @@ class PackedWeights:
     @staticmethod
     def of(module: Any) -> PackedWeights | None:
         """Those of a packed module; None where its packing is of another kind."""
-        if module.mode != "affine" or not takes_packing(module.bits, module.group_size):
+        if getattr(module, "mode", None) != "affine" or not takes_packing(module.bits, module.group_size):
             return None
         return PackedWeights(module.weight, module.scales, module.biases, module.bits, module.group_size)
 

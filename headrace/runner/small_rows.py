@@ -1,4 +1,4 @@
-"""Products of few rows with a large 16-bit matrix, and what a decoder block does before and after them, in one.
+"""Products of few rows with a large matrix, and what a decoder block does before and after them, in one.
 
 A decode step multiplies 1 to some hundred rows with every weight matrix. It is bound by reading weights and, on a
 fast GPU, by the host's cost per operation (measured on an H200: 15 to 36 us for a library product, 8 to 10 for a
@@ -10,6 +10,7 @@ along:
 
 ``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
 kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when it was measured on this device.
+Weights may be plain, packed (``packed_rows_source.py``) or held both ways.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product as combinations
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +42,10 @@ FILLING_BLOCKS = 132
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
+# Stands for all greater counts, where there are only packed weights.
+MANY_ROWS = 512
+# A way that takes this many times longer than the best one is not tried with more rows.
+HOPELESS = 4.0
 # A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
 OTHER_OPERATIONS = 3
 OTHER_DEVICE_S = 5e-6
@@ -49,6 +54,9 @@ MEASURED_TOGETHER = 16
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
+# Our kernel over plain or over packed weights, MLX's product over plain ones or over packed ones that are unpacked
+# for it, MLX's product over packed ones.
+Way = Literal["kernel", "packed kernel", "library", "unpacked", "quantized"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +298,7 @@ def _held_text(dense: Dense) -> str:
 
 
 class SmallRowsKernel:
-    """``Products`` by the kernel where ``measure`` found it right and faster, by MLX's operations elsewhere.
+    """``Products`` by whichever way ``measure`` found right and fastest, by MLX's operations elsewhere.
 
     Args:
         own: the kernel; None: the CUDA one.
@@ -303,31 +311,42 @@ class SmallRowsKernel:
     def __init__(self, own: Products | None = None, recorder: Recorder | None = None) -> None:
         self._own: Products = own or KernelProducts()
         self._recorder = recorder
-        self._wins: dict[tuple[Any, ...], bool] = {}
-        self._costs: dict[tuple[Any, ...], tuple[Cost, Cost]] = {}  # of right ones: the kernel's, MLX's
+        self._chosen: dict[tuple[Any, ...], Way] = {}
+        self._costs: dict[tuple[Any, ...], dict[Way, Cost]] = {}  # of right ones
         self.faults: list[str] = []
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         rows = x.shape[0]
-        own = takes(rows, x.dtype, product.dense, gated=product.gated) and self._wins.get(
-            (measured_bucket(rows), *product.form), False
-        )
-        return (self._own if own else plain_product)(x, product)
+        way = self._chosen.get((measured_bucket(rows), *product.form))
+        if way is None or way not in ways(rows, x.dtype, product.dense, gated=product.gated):
+            return plain_product(x, product)
+        return self._by(way, x, product)
 
-    def wins(self, rows: int, dense: Dense) -> bool:
-        """What ``measure`` found for the product alone, in the bucket of ``rows``; False where it did not look."""
-        return rows <= MAX_ROWS and self._wins.get((measured_bucket(rows), *Product(dense).form), False)
+    def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
+        dense = product.dense
+        side = dense.plain_side if way in ("kernel", "library") else dense.packed_side
+        assert side is not None, "only ways that the weights allow are chosen"
+        of_side = replace(product, dense=side)
+        if way in ("kernel", "packed kernel"):
+            return self._own(x, of_side)
+        return (unpacking_product if way == "unpacked" else plain_product)(x, of_side)
+
+    def chosen(self, rows: int, dense: Dense) -> bool:
+        """Whether ``measure`` found a way for the product alone, in the bucket of ``rows``, that is not MLX's."""
+        way = self._chosen.get((measured_bucket(rows), *Product(dense).form))
+        return way is not None and way not in ("library", "quantized")
 
     def call_kernels(
         self, dense: Dense, norm: Norm | None = None, *, residual: bool = False, gated: bool = False
     ) -> None:
         """Call what ``measure`` will run, without evaluating anything (see ``compile_ahead``)."""
-        outputs, inner = dense.weight.shape
+        outputs, inner = dense.shape
         for rows in MEASURED_ROWS:
-            x = mx.zeros((rows, 1, inner), dense.weight.dtype)
-            if takes(rows, x.dtype, dense, gated=gated):
-                added = mx.zeros((rows, 1, outputs), x.dtype) if residual else None
-                self._own(x, Product(dense, norm, added, gated))
+            x = mx.zeros((rows, 1, inner), dense.dtype)
+            added = mx.zeros((rows, 1, outputs), x.dtype) if residual else None
+            for way in ways(rows, x.dtype, dense, gated=gated):
+                if way in ("kernel", "packed kernel"):
+                    self._by(way, x, Product(dense, norm, added, gated))
 
     def measure(
         self,
@@ -335,67 +354,110 @@ class SmallRowsKernel:
         *,
         residual: bool = False,
         gated: bool = False,
+        many_only: bool = False,
     ) -> Form:
         """Check and time one kind of product on the weights of some layers, which are alike but for their values.
 
-        Several layers, so that weights come from memory as in a step, not from the cache.
+        Several layers, so that weights come from memory as in a step, not from the cache. ``many_only``: not with
+        the few rows of decode steps.
         """
         dense, norm = layers[0]
-        outputs, inner = dense.weight.shape
+        outputs, inner = dense.shape
         form = Product(dense, norm, mx.zeros(()) if residual else None, gated).form
-        compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
-        for rows in MEASURED_ROWS:
-            x = mx.random.normal((rows, 1, inner)).astype(dense.weight.dtype)
-            added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
+        if not many_only:
+            compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
+        hopeless: set[Way] = set()
+        counts = [*([] if many_only else MEASURED_ROWS), *([] if dense.weight is not None else [MANY_ROWS])]
+        for rows in counts:
             key = (measured_bucket(rows), *form)
-            if key in self._wins or not takes(rows, x.dtype, dense, gated=gated):
+            if key in self._chosen:
                 continue
-            try:
-                products = [Product(*layer, added, gated) for layer in layers]
-                worst = max(
-                    largest_difference(self._own(x, product), plain_product(x, product)) for product in products
-                )
-                right = worst <= TOLERANCE
-                if not right:
-                    self.faults.append(f"{_words(key)}: differs by {worst:.2g}")
-                own, plain = (_cost(by, products, x, self._recorder) for by in (self._own, plain_product))
-                self._wins[key] = right and own.beats(plain)
-                if right:
-                    self._costs[key] = own, plain
-            except Exception as error:
-                # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
-                self._wins[key] = False
-                self.faults.append(f"{_words(key)}: {(str(error).splitlines() or ['?'])[0][:160]}")
+            x = mx.random.normal((rows, 1, inner)).astype(dense.dtype)
+            added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
+            products = [Product(*layer, added, gated) for layer in layers]
+            possible = ways(rows, x.dtype, dense, gated=gated)
+            if len(possible) < 2:
+                continue
+            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in hopeless}
+            costs = {way: cost for way, cost in tried.items() if cost is not None}
+            self._chosen[key] = best = _best(costs) if costs else possible[-1]
+            if costs:
+                self._costs[key] = costs
+                hopeless |= {way for way in costs if costs[way].device > HOPELESS * costs[best].device}
         return form
 
+    def _checked_cost(
+        self, key: tuple[Any, ...], way: Way, products: Sequence[Product], x: mx.array
+    ) -> Cost | None:
+        """What the way costs; None when it is wrong or cannot run, which is then among the faults."""
+        try:
+            if way in ("kernel", "packed kernel"):
+                worst = max(
+                    largest_difference(self._by(way, x, product), _expected(x, product)) for product in products
+                )
+                if not worst <= TOLERANCE:
+                    self.faults.append(f"{_words(key, way)}: differs by {worst:.2g}")
+                    return None
+            return _cost(partial(self._by, way), products, x, self._recorder)
+        except Exception as error:
+            # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
+            self.faults.append(f"{_words(key, way)}: {(str(error).splitlines() or ['?'])[0][:160]}")
+            return None
+
     def balance(self, forms: Sequence[Form]) -> None:
-        """Choose anew among kernel and MLX for products that make up a layer together.
+        """Choose anew among the ways of products that make up a layer together.
 
         Of one product it is not known whether the host or the device will be what a step waits for; of all of them
         it is: that combination is taken whose greater sum, of host or device, is least.
         """
         for rows in MEASURED_ROWS:
             keys = [(rows, *form) for form in forms]
-            known = [self._costs[key] for key in keys if key in self._costs]
+            known = [list(self._costs[key].items()) for key in keys if key in self._costs]
             if len(known) < len(keys):
                 continue
-            own_host = sum(own.host for own, _ in known) / len(known)
+            own_host = sum(min(cost.host for _, cost in costs) for costs in known) / len(known)
             others = Cost(OTHER_OPERATIONS * own_host, OTHER_OPERATIONS * OTHER_DEVICE_S)
 
-            def in_a_step(
-                choice: tuple[int, ...], known: Sequence[tuple[Cost, Cost]] = known, others: Cost = others
-            ) -> float:
-                taken = [others, *(costs[which] for costs, which in zip(known, choice, strict=True))]
+            def in_a_step(choice: tuple[tuple[Way, Cost], ...], others: Cost = others) -> float:
+                taken = [others, *(cost for _, cost in choice)]
                 return Cost(sum(cost.host for cost in taken), sum(cost.device for cost in taken)).in_a_step
 
-            best = min(combinations((0, 1), repeat=len(keys)), key=in_a_step)
-            self._wins.update({key: which == 0 for key, which in zip(keys, best, strict=True)})
+            best = min(combinations(*known), key=in_a_step)
+            self._chosen.update({key: way for key, (way, _) in zip(keys, best, strict=True)})
 
     def note(self) -> str:
         """What ``measure`` found, in one line."""
-        won = sum(self._wins.values())
-        text = f"few-rows products: kernel for {won} of {len(self._wins)} measured"
+        decode = {key: way for key, way in self._chosen.items() if key[0]}
+        counts = {way: list(decode.values()).count(way) for way in ("kernel", "packed kernel")}
+        text = f"few-rows products: kernel for {sum(counts.values())} of {len(decode)} measured"
+        if counts["packed kernel"]:
+            text += f", {counts['packed kernel']} of them over packed weights"
         return "; ".join([text, *self.faults])
+
+
+def ways(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> list[Way]:
+    """Ways to compute a product; MLX's own last."""
+    sides: list[tuple[Way, Dense | None]] = [("packed kernel", dense.packed_side), ("kernel", dense.plain_side)]
+    found = [way for way, side in sides if side is not None and takes(rows, dtype, side, gated=gated)]
+    if dense.weight is not None:
+        return [*found, "library"]
+    # A recorded step keeps all its arrays, which unpacked weights are too many for.
+    if rows > MAX_ROWS:
+        found.append("unpacked")
+    return [*found, "quantized"]
+
+
+def _best(costs: dict[Way, Cost]) -> Way:
+    """The way that pays most in a decode step; MLX's own unless another is better."""
+    *others, best = costs
+    for way in others:
+        if costs[way].beats(costs[best]):
+            best = way
+    return best
+
+
+def _expected(x: mx.array, product: Product) -> mx.array:
+    return (plain_product if product.dense.weight is not None else unpacking_product)(x, product)
 
 
 def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Recorder | None) -> Cost:
@@ -403,13 +465,13 @@ def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Reco
         return by(x, product)
 
     # Different inputs: equal operations would be computed once.
-    inputs = [x + index for index in range(MEASURED_TOGETHER)]
+    together = MEASURED_TOGETHER if x.shape[0] <= MAX_ROWS else 2
+    inputs = [x + index for index in range(together)]
     mx.eval(inputs)
     if recorder is not None:
-        count = len(inputs)
-        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(count)]
-        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / count)
-    return compiled_cost([partial(computed, products[i % len(products)]) for i in range(len(inputs))], inputs)
+        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(together)]
+        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / together)
+    return compiled_cost([partial(computed, products[i % len(products)]) for i in range(together)], inputs)
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:
@@ -424,6 +486,7 @@ def measured_bucket(rows: int) -> int:
     return next((most for most in MEASURED_ROWS if rows <= most), 0)
 
 
-def _words(key: tuple[Any, ...]) -> str:
-    rows, kind, outputs, inner, _ = key
-    return f"{kind} {outputs} x {inner} at {rows} rows"
+def _words(key: tuple[Any, ...], way: Way) -> str:
+    rows, kind, outputs, inner, *_ = key
+    where = f"{rows} rows" if rows else "many rows"
+    return f"{way}: {kind} {outputs} x {inner} at {where}"

@@ -157,10 +157,10 @@ DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up;
 """
 
 # Constants: T, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits of a
-# float). Defined or not: PACKED, NORM, GATE, RESIDUAL, BIAS. Inputs: x [M, ...] with K values a row, w [N, K], and in
-# this order, each where defined: norm [K], bias [N], residual like y. Output: y [M, N]; with GATE [M, N / 2], w's
-# first half is the gate's. With PACKED (packed_rows_source.py) BITS, GROUP and WHOLE are constants too, w [N, K * BITS / 32]
-# are words, and after them come scales and biases [N, K / GROUP].
+# float). Defined or not: PACKED, NORM, GATE, RESIDUAL, BIAS. Inputs: x [M, ...] with K values a row, w [N, K], and
+# in this order, each where defined: norm [K], bias [N], residual like y. Output: y [M, N]; with GATE [M, N / 2],
+# w's first half is the gate's. With PACKED (packed_rows_source.py) BITS, GROUP and WHOLE (rows are whole chunks)
+# are constants too, w [N, K * BITS / 32] are words, and after them come scales and biases [N, K / GROUP].
 BODY = """
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
@@ -211,8 +211,8 @@ BODY = """
   const T* gains = x;
 #endif
 #ifdef PACKED
-  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(total, squares, weights, tile_scales, tile_biases,
-                                                             inputs, real, gains, K, warp);
+  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
+      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);
 #else
   accumulate<T, MT, NT, NORMED, DEEP>(total, squares, weights, inputs, real, gains, K, K / 32 * warp / W,
                                      K / 32 * (warp + 1) / W);

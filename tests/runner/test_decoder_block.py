@@ -173,7 +173,7 @@ def test_experts_are_checked(error: float) -> None:
     tools = BlockTools(SmallRowsKernel(plain_product), FunctionalRotate(), None, choice, timed=False)
     assert substitute_decoder_blocks(model, tools)[0] == 3
     assert experts.calls > 0
-    right = "kernel for 3 of 3" in choice.note()
+    right = "kernel for 4 of 4" in choice.note()
     assert right == (error == 0.0) and ("differs by" in choice.note()) == (error > 0)
     experts.calls = 0
     assert [compare(block, None, rows=12) for block in fused_blocks(model)] == [None] * 3

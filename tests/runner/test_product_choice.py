@@ -8,14 +8,16 @@ from headrace.runner.small_rows import MEASURED_ROWS, Form, SmallRowsKernel, pla
 from headrace.runner.timing import Cost
 
 US = 1e-6
-FORMS: list[Form] = [("norm", 64, 32, False), ("residual", 32, 64, False)]
+FORMS: list[Form] = [("norm", 64, 32, False, "16 bits"), ("residual", 32, 64, False, "16 bits")]
 
 
 def choices(costs: list[tuple[Cost, Cost]]) -> list[bool]:
     products = SmallRowsKernel(plain_product)
-    products._costs = {(8, *form): pair for form, pair in zip(FORMS, costs, strict=True)}
+    products._costs = {
+        (8, *form): {"kernel": own, "library": plain} for form, (own, plain) in zip(FORMS, costs, strict=True)
+    }
     products.balance(FORMS)
-    return [products._wins[(8, *form)] for form in FORMS]
+    return [products._chosen[(8, *form)] == "kernel" for form in FORMS]
 
 
 def test_a_busy_host_prefers_what_it_starts_quickly() -> None:
@@ -36,9 +38,9 @@ def test_a_mixture_is_best_where_both_are_busy() -> None:
 
 def test_rows_without_all_costs_stay_as_they_were() -> None:
     products = SmallRowsKernel(plain_product)
-    products._costs = {(rows, *FORMS[0]): (Cost(1, 1), Cost(2, 2)) for rows in MEASURED_ROWS}
+    products._costs = {(rows, *FORMS[0]): {"kernel": Cost(1, 1), "library": Cost(2, 2)} for rows in MEASURED_ROWS}
     products.balance(FORMS)
-    assert products._wins == {}
+    assert products._chosen == {}
 
 
 @pytest.mark.parametrize(

@@ -164,10 +164,10 @@ def _form(block: FusedBlock) -> tuple[Any, ...]:
     feed = block.feed_forward
     inner: Any = type(feed)
     if isinstance(feed, DenseFeedForward):
-        inner = feed.down.weight.shape
+        inner = feed.down.shape
     elif isinstance(feed, ExpertsFeedForward):
         inner = feed.experts.shape
-    return attention.qkv.weight.shape, spec.heads, spec.kv_heads, spec.q_norm is not None, inner
+    return attention.qkv.shape, spec.heads, spec.kv_heads, spec.q_norm is not None, inner
 
 
 # -- comparison --------------------------------------------------------------------------------------------
@@ -277,15 +277,15 @@ def _cost(
 
 def _input(block: FusedBlock, rows: int) -> mx.array:
     """Small, so that what the block adds is not lost in rounding."""
-    weight = block.attention.qkv.weight
-    x = mx.random.normal((rows, 1, weight.shape[1]), key=mx.random.key(1)) * 0.1
-    return x.astype(weight.dtype)
+    dense = block.attention.qkv
+    x = mx.random.normal((rows, 1, dense.shape[1]), key=mx.random.key(1)) * 0.1
+    return x.astype(dense.dtype)
 
 
 def _view(block: FusedBlock, store: PoolStore | None, rows: int, bits: int | None) -> LayerView:
     """A view of a random pool, equal for equal arguments; each row writes its last position."""
     spec = block.attention.rotary
-    layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.weight.dtype, bits)
+    layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.dtype, bits)
     ends = np.array([_LENGTHS[row % len(_LENGTHS)] for row in range(rows)], np.int32)
     width = -(-max(_LENGTHS) // _BLOCK_SIZE)
     tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)

@@ -9,7 +9,9 @@ from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
+from headrace.runner.substitutions.decoder_block import FusedBlock
 from headrace.runner.substitutions.moe_decode import ExpertsChoice
+from headrace.runner.substitutions.packed_linear import substitute_packed
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
 
 
@@ -26,5 +28,7 @@ def substitute_decode_products(
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:
         _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store, experts, bits=bits))
+    blocks = [f"{path}." for path, module in model.named_modules() if isinstance(module, FusedBlock)]
+    substitute_packed(model, products, blocks)
     substitute_small_row_linears(model, products)
     return "; ".join(part for part in (note, products.note(), experts.note()) if part)

@@ -29,6 +29,7 @@ from headrace.runner.layer_view import KVHandle, LayerView
 from headrace.runner.mlx_lm_adapter import bound_attention
 from headrace.runner.small_rows import Dense, Norm, Product, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
+from headrace.runner.substitutions.packed_linear import PackedLinear
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
@@ -115,7 +116,7 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
             and not isinstance(mask, mx.array)
             and x.ndim == 3
             and x.shape[1] == 1
-            and x.dtype == self.attention.qkv.weight.dtype
+            and x.dtype == self.attention.qkv.dtype
             and self._rotate.supports(self.attention.rotary, cache)
         )
 
@@ -135,7 +136,7 @@ def attention_parts(block: nn.Module) -> AttentionParts | None:
     if qkv is None or out is None or rotary is None or not isinstance(scale, float):
         return None
     widths = rotary.heads * rotary.head_dim, rotary.kv_heads * rotary.head_dim
-    if qkv.weight.shape[0] != widths[0] + 2 * widths[1] or out.weight.shape[1] != widths[0]:
+    if qkv.shape[0] != widths[0] + 2 * widths[1] or out.shape[1] != widths[0]:
         return None
     return AttentionParts(norm, qkv, rotary, scale, out)
 
@@ -146,7 +147,7 @@ def dense_feed_forward(block: nn.Module) -> DenseFeedForward | None:
     if set(block.mlp.children()) != _MLP or norm is None:
         return None
     gate_up, down = fused_dense(block.mlp.gate_proj), dense_of(block.mlp.down_proj)
-    if gate_up is None or down is None or gate_up.weight.shape[0] != 2 * down.weight.shape[1]:
+    if gate_up is None or down is None or gate_up.shape[0] != 2 * down.shape[1]:
         return None
     return DenseFeedForward(norm, gate_up, down)
 
@@ -157,7 +158,9 @@ def is_block(module: nn.Module) -> bool:
 
 
 def dense_of(linear: Any) -> Dense | None:
-    """Weights and bias of an unpacked linear layer."""
+    """Weights and bias of a linear layer, plain or packed as kernels take them."""
+    if type(linear) is PackedLinear:
+        return linear.dense
     return Dense(linear.weight, linear.get("bias")) if type(linear) is nn.Linear else None
 
 
@@ -174,12 +177,12 @@ def rotary_spec(attention: Any) -> RotarySpec | None:
     """What ``attention`` does to its heads; None where its rotary embedding is not plain or Llama 3's."""
     heads, kv_heads = getattr(attention, "n_heads", None), getattr(attention, "n_kv_heads", None)
     out = dense_of(attention.o_proj)
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or out is None or out.weight.shape[1] % heads:
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or out is None or out.shape[1] % heads:
         return None
     frequencies = _inverse_frequencies(attention.rope)
     norms = [norm_of(attention[name]) for name in ("q_norm", "k_norm") if name in attention]
     present = [norm for norm in norms if norm is not None]
-    dim = out.weight.shape[1] // heads
+    dim = out.shape[1] // heads
     if frequencies is None or len(norms) == 1 or len(present) != len(norms):
         return None
     if any(norm.weight.shape != (dim,) or norm.eps != present[0].eps for norm in present):

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
+from headrace.runner.substitutions.packed_linear import PackedLinear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -66,7 +67,9 @@ class FusedPart(nn.Module):  # type: ignore[misc]
         return self._shared.part(self._index, x)
 
 
-def fuse_projections(model: nn.Module, kinds: Sequence[type] = (nn.Linear, nn.QuantizedLinear)) -> int:
+def fuse_projections(
+    model: nn.Module, kinds: Sequence[type] = (nn.Linear, nn.QuantizedLinear, PackedLinear)
+) -> int:
     """Fuse all groups of ``kinds`` in ``model``; returns how many. Weights are moved layer by layer."""
     count = 0
     for _, module in model.named_modules():
@@ -101,6 +104,8 @@ def _blank(linear: Any) -> nn.Module:
 def _outputs(linear: Any) -> int:
     if isinstance(linear, NarrowLinear):
         return linear.matrix.form.outputs
+    if isinstance(linear, PackedLinear):
+        return linear.dense.shape[0]
     return int(linear.weight.shape[0])
 
 
@@ -109,7 +114,7 @@ def _stack(linears: Sequence[Any]) -> nn.Module | None:
     kind = type(linears[0])
     if any(type(linear) is not kind for linear in linears):
         return None
-    if kind is NarrowLinear:
+    if kind is NarrowLinear or kind is PackedLinear:
         joined: nn.Module | None = linears[0].joined(linears[1:])
         return joined
     if kind not in (nn.Linear, nn.QuantizedLinear):

@@ -43,6 +43,7 @@ from headrace.runner.small_rows import (
 )
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions import moe_source as source
+from headrace.runner.substitutions.packed_linear import PackedLinear, PackedSwitchLinear
 from headrace.runner.timing import best_seconds
 
 MAX_PAIRS = 1024
@@ -231,7 +232,9 @@ class CudaExperts:
             defines = "".join(f"#define {part}\n" for part in parts)
             product = small_rows_source.PRODUCT + (PACKED_PRODUCT if "PACKED" in parts else "")
             self._made[key] = _kernel(
-                "_".join(["moe", "gate" if "GATE" in parts else "down", *(["packed"] if "PACKED" in parts else [])]),
+                "_".join(
+                    ["moe", "gate" if "GATE" in parts else "down", *(["packed"] if "PACKED" in parts else [])]
+                ),
                 names,
                 ["y"],
                 source.EXPERTS,
@@ -300,7 +303,7 @@ class ExpertsChoice:
         self.faults: list[str] = []
 
     def of(self, h: mx.array, experts: Experts) -> tuple[ExpertsKernel, Experts] | None:
-        """The kernel for ``h [B, 1, D]`` and the side of the experts that it is for; None: the unmodified module."""
+        """The kernel for ``h [B, 1, D]`` and the side of the experts that it reads; None: the module is better."""
         rows = h.shape[0]
         won = self._wins.get((measured_bucket(rows), *_form(experts)))
         if won is None or self._kernel is None or not self._takes(rows, h.dtype, experts):
@@ -451,22 +454,37 @@ def _side(experts: Experts) -> str:
     return "16 bits" if packed is None else f"{packed[0].bits} bits by {packed[0].group}"
 
 
+def _router_of(linear: Any) -> Dense | None:
+    if type(linear) is PackedLinear:
+        return linear.dense
+    return Dense(linear.weight, linear.get("bias")) if type(linear) is nn.Linear else None
+
+
 def experts_feed_forward(norm: Norm | None, module: Any, choice: ExpertsChoice) -> ExpertsFeedForward | None:
     """``module`` as a feed-forward half, or None when it is not softmax, top k and SiLU experts without more."""
     if norm is None or set(module.children()) != {"gate", "switch_mlp"}:
         return None
     router, switch = module.gate, module.switch_mlp
     choices, normalized = getattr(module, "top_k", None), getattr(module, "norm_topk_prob", None)
-    if type(router) is not nn.Linear or "bias" in router or type(switch) is not SwitchGLU:
+    route = _router_of(router)
+    if route is None or route.bias is not None or type(switch) is not SwitchGLU:
         return None
     linears = [switch.gate_proj, switch.up_proj, switch.down_proj]
-    if any(type(linear) is not SwitchLinear or "bias" in linear for linear in linears):
+    kind = type(linears[0])
+    if kind not in (SwitchLinear, PackedSwitchLinear) or any(type(linear) is not kind for linear in linears):
+        return None
+    if any("bias" in linear for linear in linears):
         return None
     alone = getattr(module, "sharding_group", None) is None
     if not isinstance(choices, int) or not isinstance(normalized, bool) or type(switch.activation) is not SwiGLU:
         return None
-    if not alone or router.weight.shape[0] != linears[0].weight.shape[0]:
+    gate, up, down = (linear.get("weight") for linear in linears)
+    packed = None
+    if kind is PackedSwitchLinear:
+        packed = linears[0].packed, linears[1].packed, linears[2].packed
+        if len({(one.bits, one.group) for one in packed}) != 1:
+            return None
+    experts = Experts(norm, route, gate, up, down, choices, normalized, packed)
+    if not alone or route.shape[0] != experts.shape[0]:
         return None
-    gate, up, down = (linear.weight for linear in linears)
-    experts = Experts(norm, Dense(router.weight), gate, up, down, choices, normalized)
     return ExpertsFeedForward(experts, module, choice)

@@ -79,9 +79,9 @@ ROUTE = """
   }
 """
 
-# Constants: T, E experts, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits
-# of a float). Defined or not: PACKED (then also BITS, GROUP and WHOLE); GATE with NORM or without; without GATE it is the
-# down product. At most 1024 pairs.
+# Constants: T, E experts, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS
+# (bits of a float). Defined or not: PACKED (then also BITS, GROUP and WHOLE); GATE with NORM or without; without
+# GATE it is the down product. At most 1024 pairs.
 # Inputs with GATE: x [B, ...] with K values a row, w and up [E, N, K], chosen [B, C] int32, with NORM norm [K].
 # Output: y [B * C, N] of T: SiLU(gate) * up of each pair.
 # Inputs without: x [B * C, K], w [E, N, K], chosen, weights [B, C] float32. Output: y [B * C, N] float32,
@@ -178,8 +178,8 @@ EXPERTS = """
     float total[NT][MT][4] = {};
     float squares[MT] = {};
 #ifdef PACKED
-    accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(total, squares, matrices, tile_scales, tile_biases,
-                                                               inputs, real, gains, K, warp);
+    accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
+        total, squares, matrices, tile_scales, tile_biases, inputs, real, gains, K, warp);
 #else
     accumulate<T, MT, NT, NORMED, DEEP>(total, squares, matrices, inputs, real, gains, K, K / 32 * warp / W,
                                        K / 32 * (warp + 1) / W);

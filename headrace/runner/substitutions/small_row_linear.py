@@ -30,7 +30,7 @@ def small_row_product(x: mx.array, weight: mx.array, kernel: SmallRowsKernel) ->
     """``x [..., K] @ weight.T`` by the kernel when there are few rows."""
     rows = x.size // x.shape[-1]
     dense = Dense(weight)
-    if kernel.wins(rows, dense) and takes(rows, x.dtype, dense):
+    if kernel.chosen(rows, dense) and x.dtype == dense.dtype:
         return kernel(x.reshape(rows, x.shape[-1]), Product(dense)).reshape(*x.shape[:-1], weight.shape[0])
     return x @ weight.T
 

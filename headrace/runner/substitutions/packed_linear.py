@@ -1,0 +1,236 @@
+"""Module substitution, CUDA: layers whose packed weights feed kernels of ours, with plain ones beside them or not.
+
+A decode step reads the packed weights (``packed_rows_source.py``), which are a quarter or half of the plain ones'
+bytes; a prefill reads the plain ones where memory holds both, else it unpacks them, or multiplies packed ones by
+MLX's product, whichever was faster when it was measured. Which way a product goes is ``SmallRowsKernel``'s choice
+once a layer has one (``use``); before that, MLX's products do everything.
+
+Every layer's form is compared with the module that it replaces; where they differ, that module stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from headrace.runner.packed_weights import PackedWeights
+from headrace.runner.small_rows import TOLERANCE, Dense, Product, SmallRowsKernel, largest_difference, linear
+from headrace.runner.timing import best_seconds
+
+log = logging.getLogger("headrace.runner")
+
+# Layers that can be held so, and those that can have plain weights beside the packed ones.
+KINDS = (nn.Linear, nn.Embedding, SwitchLinear)
+WITH_PLAIN = (nn.Linear, SwitchLinear)
+# Experts are unpacked for at least this many choices of rows, where that was faster for MANY_CHOICES.
+LEAST_CHOICES = 1024
+MANY_CHOICES = 4096
+
+
+class PackedModule(nn.Module):  # type: ignore[misc]
+    """Holds a matrix or matrices packed, and plain ones (``weight``) or none."""
+
+    def __init__(
+        self, packed: PackedWeights, weight: mx.array | None = None, bias: mx.array | None = None
+    ) -> None:
+        super().__init__()
+        self.words, self.scales, self.biases = packed.words, packed.scales, packed.biases
+        if weight is not None:
+            self.weight = weight
+        if bias is not None:
+            self.bias = bias
+        self._bits, self._group = packed.bits, packed.group
+
+    @property
+    def packed(self) -> PackedWeights:
+        return PackedWeights(self.words, self.scales, self.biases, self._bits, self._group)
+
+    @property
+    def dense(self) -> Dense:
+        return Dense(self.get("weight"), self.get("bias"), self.packed)
+
+
+class PackedLinear(PackedModule):
+    """``x · wᵀ + bias``."""
+
+    def __init__(
+        self, packed: PackedWeights, weight: mx.array | None = None, bias: mx.array | None = None
+    ) -> None:
+        super().__init__(packed, weight, bias)
+        self._products: SmallRowsKernel | None = None
+
+    def use(self, products: SmallRowsKernel) -> None:
+        """Let ``products`` choose the way from now on."""
+        self._products = products
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return chosen_product(x, self.dense, self._products)
+
+    def joined(self, others: Sequence[PackedLinear]) -> PackedLinear | None:
+        """This layer and the others, which see the same input, as one; None where they do not fit together."""
+        layers = [self, *others]
+        names = set(self.parameters())
+        forms = {(one._bits, one._group, one.packed.shape[1], one.packed.dtype) for one in layers}
+        if len(forms) != 1 or any(set(one.parameters()) != names for one in layers):
+            return None
+        whole = {name: mx.concatenate([one[name] for one in layers], axis=0) for name in names}
+        packed = PackedWeights(whole["words"], whole["scales"], whole["biases"], self._bits, self._group)
+        return PackedLinear(packed, whole.get("weight"), whole.get("bias"))
+
+
+class PackedEmbedding(PackedModule):
+    """An embedding, and its projection where it is tied to the output."""
+
+    def __init__(self, packed: PackedWeights) -> None:
+        super().__init__(packed)
+        self._products: SmallRowsKernel | None = None
+
+    def use(self, products: SmallRowsKernel) -> None:
+        """Let ``products`` choose the way of projections from now on."""
+        self._products = products
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        rows = PackedWeights(self.words[tokens], self.scales[tokens], self.biases[tokens], self._bits, self._group)
+        return rows.unpacked()
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return chosen_product(x, self.dense, self._products)
+
+
+class PackedSwitchLinear(PackedModule):
+    """The matrices of a layer's experts, each row multiplied with those that it chose."""
+
+    def __init__(
+        self,
+        packed: PackedWeights,
+        weight: mx.array | None = None,
+        bias: mx.array | None = None,
+        *,
+        unpack: bool = False,
+    ) -> None:
+        super().__init__(packed, weight, bias)
+        self._unpack = unpack
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        weight = self.get("weight")
+        if weight is None and self._unpack and indices.size >= LEAST_CHOICES:
+            weight = self.packed.unpacked()
+        if weight is not None:
+            y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
+        else:
+            y = mx.gather_qmm(
+                x,
+                self.words,
+                self.scales,
+                self.biases,
+                rhs_indices=indices,
+                transpose=True,
+                group_size=self._group,
+                bits=self._bits,
+                sorted_indices=sorted_indices,
+            )
+        return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
+
+
+def chosen_product(x: mx.array, dense: Dense, products: SmallRowsKernel | None) -> mx.array:
+    """``x [..., K] @ weight.T + bias`` the way that ``products`` chooses."""
+    if products is None or x.dtype != dense.dtype:
+        return linear(x, dense)
+    flat = x.reshape(-1, x.shape[-1])
+    return products(flat, Product(dense)).reshape(*x.shape[:-1], dense.shape[0])
+
+
+# -- putting them into a model -----------------------------------------------------------------------------
+
+
+def kinds_of(model: nn.Module, kinds: tuple[type, ...] = KINDS) -> dict[str, int]:
+    """Weights of the plain layers of ``kinds``, by path."""
+    return {path: module.weight.size for path, module in model.named_modules() if type(module) in kinds}
+
+
+def hold_packed(model: nn.Module, paths: Collection[str], both: Collection[str]) -> int:
+    """Replace the packed modules at ``paths``; those in ``both`` get plain weights too. How many were replaced.
+
+    Weights are unpacked one layer at a time.
+    """
+    right: dict[tuple[Any, ...], bool] = {}
+    unpack: dict[tuple[Any, ...], bool] = {}
+    count = 0
+    modules = dict(model.named_modules())
+    for path in paths:
+        module = modules[path]
+        packed = PackedWeights.of(module)
+        if packed is None:
+            continue
+        weight = packed.unpacked() if path in both else None
+        form = type(module), packed.shape, packed.bits, packed.group, "bias" in module, weight is not None
+        if weight is not None:
+            mx.eval(weight)
+        made: Any
+        if isinstance(module, nn.QuantizedEmbedding):
+            made = PackedEmbedding(packed)
+        elif isinstance(module, QuantizedSwitchLinear):
+            if form not in unpack:
+                unpack[form] = weight is None and unpacking_pays(packed)
+            made = PackedSwitchLinear(packed, weight, module.get("bias"), unpack=unpack[form])
+        else:
+            made = PackedLinear(packed, weight, module.get("bias"))
+        if form not in right:
+            right[form] = _agree(module, made, packed)
+            if not right[form]:
+                log.warning("%s and layers like it stay as they are: products over packed weights differ", path)
+        if right[form]:
+            model.update_modules(nn.utils.tree_unflatten([(path, made)]))
+            count += 1
+    return count
+
+
+def _agree(module: Any, made: Any, packed: PackedWeights) -> bool:
+    """Whether both give the same for a few rows."""
+    *outer, outputs, inner = packed.shape
+    x = mx.random.normal((3, inner), key=mx.random.key(0)).astype(packed.dtype)
+    if isinstance(made, PackedSwitchLinear):
+        chosen = mx.array([[0], [outer[0] - 1], [outer[0] // 2]])
+        x = x[:, None, None]
+        pairs = [(made(x, chosen), module(x, chosen))]
+    elif isinstance(made, PackedEmbedding):
+        tokens = mx.array([[0, outputs - 1, outputs // 2]])
+        pairs = [(made(tokens), module(tokens)), (made.as_linear(x), module.as_linear(x))]
+    else:
+        pairs = [(made(x), module(x))]
+    return all(largest_difference(got, expected) <= TOLERANCE for got, expected in pairs)
+
+
+def unpacking_pays(packed: PackedWeights) -> bool:
+    """Whether many rows' products take less time over experts that are unpacked for them."""
+    count, _, inner = packed.shape
+    x = mx.random.normal((MANY_CHOICES, 1, inner)).astype(packed.dtype)
+    chosen = mx.sort(mx.arange(MANY_CHOICES) % count)
+    ways = [PackedSwitchLinear(packed, unpack=unpack) for unpack in (True, False)]
+    try:
+        unpacked, usual = (best_seconds(partial(way, x, chosen, True), rounds=2, repeat=1) for way in ways)
+    except (RuntimeError, ValueError):  # not there on this device
+        return False
+    return unpacked < usual
+
+
+def substitute_packed(model: nn.Module, products: SmallRowsKernel, inside: Collection[str]) -> int:
+    """Let ``products`` choose the ways of all packed layers, each shape measured once; how many there are.
+
+    ``inside``: prefixes of paths of layers that decode steps do not call, as fused blocks have their own products;
+    those are only measured with many rows.
+    """
+    count = 0
+    for path, module in model.named_modules():
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        products.measure([(module.dense, None)], many_only=path.startswith(tuple(inside)))
+        module.use(products)
+        count += 1
+    return count
