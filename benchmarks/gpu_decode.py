@@ -1,7 +1,8 @@
 """Milliseconds per decode step: Headrace's runner beside mlx-lm's BatchGenerator, same run, random weights.
 
     python benchmarks/gpu_decode.py --shapes llama-1b,llama-8b,qwen3-30b-a3b --rows 1,5,32,128 --context 256,2048
-    … --bits 16,4      packed weights too; on CUDA Headrace unpacks them first, as the server does (--packed: not)
+    … --bits 16,4      packed weights too; on CUDA held packed and plain, as the server does where there is room
+                       (--packed: packed alone, --unpacked: plain alone)
     … --torch          and PyTorch with one CUDA graph per step (torch_decode.py), for dense shapes at 16 bits
     … --budget 540     begin nothing that would end later; what was measured is printed and written
 
@@ -30,7 +31,7 @@ import mlx.nn as nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from decode_report import Budget, Cell, Grid, markdown_table
-from model_shapes import random_model, step_bytes, unpacked, weight_bytes
+from model_shapes import held_packed, random_model, step_bytes, unpacked, weight_bytes
 from shapes import SHAPES, is_dense
 
 from headrace.core.step import ScheduledRow, SchedulerOutput
@@ -245,8 +246,9 @@ class Bench:
             found = self.tried(needed, lambda r=rows, c=context: batch_generator_ms(model, r, c, self.args.steps))
             peer[rows, context] = {f"mlx_lm_{key}": value for key, value in found.items()}
         read = {rows: step_bytes(name, model, rows) for rows in self.grid.rows}
-        if bits < 16 and _is_cuda() and not self.args.packed:
-            model = unpacked(name, model)
+        if bits < 16 and _is_cuda():
+            both = not self.args.packed
+            model = unpacked(name, model) if self.args.unpacked else held_packed(model, both=both)
             _clear()
         kernel = prepare(model)
         sampling = choose_sampling(int(model(mx.zeros((1, 1), mx.int32)).shape[-1]))
@@ -327,7 +329,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--packed", action="store_true", help="do not unpack weights on CUDA")
+    parser.add_argument("--packed", action="store_true", help="hold packed weights on CUDA and no others")
+    parser.add_argument("--unpacked", action="store_true", help="unpack weights on CUDA")
     parser.add_argument(
         "--torch", nargs="?", const=sys.executable, metavar="PYTHON", help="PyTorch too, with this interpreter"
     )

@@ -9,6 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from shapes import SHAPES
 
+from headrace.runner.substitutions.packed_linear import hold_packed
+
 
 def random_model(name: str, *, bits: int = 16) -> nn.Module:
     """The named shape in bfloat16, or packed to ``bits`` (4, 8) with group size 64."""
@@ -52,6 +54,14 @@ def unpacked(name: str, model: nn.Module) -> nn.Module:
             made.append((path, array))
     plain.update(tree_unflatten(made))
     return plain
+
+
+def held_packed(model: nn.Module, *, both: bool) -> nn.Module:
+    """``model``, its packed layers held as the server does on CUDA; ``both``: with plain weights beside them."""
+    paths = [path for path, module in model.named_modules() if hasattr(module, "bits") and "scales" in module]
+    plain = [path for path in paths if both and not path.endswith("embed_tokens")]
+    hold_packed(model, paths, plain)
+    return model
 
 
 def twin(name: str, model: nn.Module) -> nn.Module:

@@ -34,6 +34,7 @@ class Case:
     warps: int = 4
     type: str = BF16
     crowded: bool = False  # every row chooses the first expert
+    tiles: int = 1
 
 
 def experts_program(case: Case) -> str:
@@ -41,7 +42,7 @@ def experts_program(case: Case) -> str:
     result = "T" if gated else "float"
     lines = [f"#define {part}" for part in case.parts]
     lines += [f'#include "{SHIM}"', f"using T = {case.type};", small_rows_source.PRODUCT]
-    constants = {"E": case.experts, "NT": case.wide, "W": case.warps, "DEEP": 2}
+    constants = {"E": case.experts, "MT": case.tiles, "NT": case.wide, "W": case.warps, "DEEP": 2}
     constants["EPS"] = int(np.float32(EPS).view(np.int32))
     lines += [f"constexpr int {name} = {value};" for name, value in constants.items()]
     names = (
@@ -67,6 +68,8 @@ def experts_program(case: Case) -> str:
         Case(3, 16, 2, 64, 48, ("GATE",), type="__half"),
         Case(2, 16, 4, 160, 32, wide=1),
         Case(10, 4, 2, 64, 64, crowded=True),
+        Case(37, 4, 1, 64, 32, ("GATE", "NORM"), crowded=True, tiles=2),
+        Case(37, 4, 2, 64, 32, crowded=True, tiles=4),
     ],
     ids=str,
 )
