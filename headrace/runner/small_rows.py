@@ -42,8 +42,6 @@ FILLING_BLOCKS = 132
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
 MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
-# Stands for all greater counts, where there are only packed weights.
-MANY_ROWS = 512
 # A way that takes this many times longer than the best one is not tried with more rows.
 HOPELESS = 4.0
 # A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
@@ -54,8 +52,9 @@ MEASURED_TOGETHER = 16
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
-# Our kernel over plain or over packed weights, MLX's product over plain ones or over packed ones that are unpacked
-# for it, MLX's product over packed ones.
+# Our kernel over plain or packed weights, MLX's product over plain ones or over packed ones that are unpacked
+# for it, MLX's product over packed ones. MLX compiles the last when it is first called with eight rows or more, for
+# half a minute, and it is slower than the kernel (both measured on an H200): it is for faults alone.
 Way = Literal["kernel", "packed kernel", "library", "unpacked", "quantized"]
 
 
@@ -168,12 +167,14 @@ def unpacking_product(x: mx.array, product: Product) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Constants of one compiled form: tiles of 8 rows, tiles of 16 outputs, warps, chunks loaded at once."""
+    """Constants of one compiled form: tiles of 8 rows, tiles of 16 outputs, warps, chunks loaded at once,
+    blocks that share a multiprocessor (None: by ``bounds``)."""
 
     tiles: int
     wide: int
     warps: int
     deep: int
+    resident: int | None = None
 
     @staticmethod
     def of_packed(rows: int, outputs: int, inner: int, *, gated: bool) -> Tiling:
@@ -268,7 +269,7 @@ class KernelProducts:
         return y
 
     def _kernel(self, parts: tuple[str, ...], tiling: Tiling) -> Any:
-        limits = bounds(tiling.warps, tiling.tiles * tiling.wide)
+        limits = bounds(tiling.warps, tiling.tiles * tiling.wide, tiling.resident)
         key = limits, *parts
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
@@ -317,10 +318,9 @@ class SmallRowsKernel:
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         rows = x.shape[0]
+        possible = ways(rows, x.dtype, product.dense, gated=product.gated)
         way = self._chosen.get((measured_bucket(rows), *product.form))
-        if way is None or way not in ways(rows, x.dtype, product.dense, gated=product.gated):
-            return plain_product(x, product)
-        return self._by(way, x, product)
+        return self._by(way if way in possible else possible[-1], x, product)
 
     def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
         dense = product.dense
@@ -354,21 +354,17 @@ class SmallRowsKernel:
         *,
         residual: bool = False,
         gated: bool = False,
-        many_only: bool = False,
     ) -> Form:
         """Check and time one kind of product on the weights of some layers, which are alike but for their values.
 
-        Several layers, so that weights come from memory as in a step, not from the cache. ``many_only``: not with
-        the few rows of decode steps.
+        Several layers, so that weights come from memory as in a step, not from the cache.
         """
         dense, norm = layers[0]
         outputs, inner = dense.shape
         form = Product(dense, norm, mx.zeros(()) if residual else None, gated).form
-        if not many_only:
-            compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
+        compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
         hopeless: set[Way] = set()
-        counts = [*([] if many_only else MEASURED_ROWS), *([] if dense.weight is not None else [MANY_ROWS])]
-        for rows in counts:
+        for rows in MEASURED_ROWS:
             key = (measured_bucket(rows), *form)
             if key in self._chosen:
                 continue
@@ -378,7 +374,8 @@ class SmallRowsKernel:
             possible = ways(rows, x.dtype, dense, gated=gated)
             if len(possible) < 2:
                 continue
-            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in hopeless}
+            untried: set[Way] = {*hopeless, "quantized"}
+            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in untried}
             costs = {way: cost for way, cost in tried.items() if cost is not None}
             self._chosen[key] = best = _best(costs) if costs else possible[-1]
             if costs:
@@ -427,9 +424,9 @@ class SmallRowsKernel:
 
     def note(self) -> str:
         """What ``measure`` found, in one line."""
-        decode = {key: way for key, way in self._chosen.items() if key[0]}
-        counts = {way: list(decode.values()).count(way) for way in ("kernel", "packed kernel")}
-        text = f"few-rows products: kernel for {sum(counts.values())} of {len(decode)} measured"
+        chosen = list(self._chosen.values())
+        counts = {way: chosen.count(way) for way in ("kernel", "packed kernel")}
+        text = f"few-rows products: kernel for {sum(counts.values())} of {len(chosen)} measured"
         if counts["packed kernel"]:
             text += f", {counts['packed kernel']} of them over packed weights"
         return "; ".join([text, *self.faults])
@@ -442,9 +439,7 @@ def ways(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> li
     if dense.weight is not None:
         return [*found, "library"]
     # A recorded step keeps all its arrays, which unpacked weights are too many for.
-    if rows > MAX_ROWS:
-        found.append("unpacked")
-    return [*found, "quantized"]
+    return [*found, "quantized"] if rows <= MAX_ROWS else ["unpacked"]
 
 
 def _best(costs: dict[Way, Cost]) -> Way:
@@ -465,13 +460,13 @@ def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Reco
         return by(x, product)
 
     # Different inputs: equal operations would be computed once.
-    together = MEASURED_TOGETHER if x.shape[0] <= MAX_ROWS else 2
-    inputs = [x + index for index in range(together)]
+    inputs = [x + index for index in range(MEASURED_TOGETHER)]
     mx.eval(inputs)
     if recorder is not None:
-        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(together)]
-        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / together)
-    return compiled_cost([partial(computed, products[i % len(products)]) for i in range(together)], inputs)
+        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(MEASURED_TOGETHER)]
+        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / MEASURED_TOGETHER)
+    runs = [partial(computed, products[i % len(products)]) for i in range(MEASURED_TOGETHER)]
+    return compiled_cost(runs, inputs)
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:
@@ -488,5 +483,4 @@ def measured_bucket(rows: int) -> int:
 
 def _words(key: tuple[Any, ...], way: Way) -> str:
     rows, kind, outputs, inner, *_ = key
-    where = f"{rows} rows" if rows else "many rows"
-    return f"{way}: {kind} {outputs} x {inner} at {where}"
+    return f"{way}: {kind} {outputs} x {inner} at {rows} rows"

@@ -1,9 +1,8 @@
 """Module substitution, CUDA: layers whose packed weights feed kernels of ours, with plain ones beside them or not.
 
 A decode step reads the packed weights (``packed_rows_source.py``), which are a quarter or half of the plain ones'
-bytes; a prefill reads the plain ones where memory holds both, else it unpacks them, or multiplies packed ones by
-MLX's product, whichever was faster when it was measured. Which way a product goes is ``SmallRowsKernel``'s choice
-once a layer has one (``use``); before that, MLX's products do everything.
+bytes; a prefill reads the plain ones where memory holds both, else it unpacks them. Which way a product goes is
+``SmallRowsKernel``'s choice once a layer has one (``use``); before that, MLX's products do everything.
 
 Every layer's form is compared with the module that it replaces; where they differ, that module stays.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,16 +20,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.small_rows import TOLERANCE, Dense, Product, SmallRowsKernel, largest_difference, linear
-from headrace.runner.timing import best_seconds
 
 log = logging.getLogger("headrace.runner")
 
 # Layers that can be held so, and those that can have plain weights beside the packed ones.
 KINDS = (nn.Linear, nn.Embedding, SwitchLinear)
 WITH_PLAIN = (nn.Linear, SwitchLinear)
-# Experts are unpacked for at least this many choices of rows, where that was faster for MANY_CHOICES.
-LEAST_CHOICES = 1024
-MANY_CHOICES = 4096
+# Experts are unpacked for at least this many choices of rows: MLX's product over packed ones is then another one,
+# which it compiles when it is first called, for half a minute (measured on an H200).
+LEAST_CHOICES = 8
 
 
 class PackedModule(nn.Module):  # type: ignore[misc]
@@ -107,20 +104,9 @@ class PackedEmbedding(PackedModule):
 class PackedSwitchLinear(PackedModule):
     """The matrices of a layer's experts, each row multiplied with those that it chose."""
 
-    def __init__(
-        self,
-        packed: PackedWeights,
-        weight: mx.array | None = None,
-        bias: mx.array | None = None,
-        *,
-        unpack: bool = False,
-    ) -> None:
-        super().__init__(packed, weight, bias)
-        self._unpack = unpack
-
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         weight = self.get("weight")
-        if weight is None and self._unpack and indices.size >= LEAST_CHOICES:
+        if weight is None and indices.size >= LEAST_CHOICES:
             weight = self.packed.unpacked()
         if weight is not None:
             y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
@@ -161,7 +147,6 @@ def hold_packed(model: nn.Module, paths: Collection[str], both: Collection[str])
     Weights are unpacked one layer at a time.
     """
     right: dict[tuple[Any, ...], bool] = {}
-    unpack: dict[tuple[Any, ...], bool] = {}
     count = 0
     modules = dict(model.named_modules())
     for path in paths:
@@ -177,9 +162,7 @@ def hold_packed(model: nn.Module, paths: Collection[str], both: Collection[str])
         if isinstance(module, nn.QuantizedEmbedding):
             made = PackedEmbedding(packed)
         elif isinstance(module, QuantizedSwitchLinear):
-            if form not in unpack:
-                unpack[form] = weight is None and unpacking_pays(packed)
-            made = PackedSwitchLinear(packed, weight, module.get("bias"), unpack=unpack[form])
+            made = PackedSwitchLinear(packed, weight, module.get("bias"))
         else:
             made = PackedLinear(packed, weight, module.get("bias"))
         if form not in right:
@@ -221,30 +204,18 @@ def _some(packed: PackedWeights, index: mx.array) -> PackedWeights:
     return replace(packed, words=packed.words[index], scales=packed.scales[index], biases=packed.biases[index])
 
 
-def unpacking_pays(packed: PackedWeights) -> bool:
-    """Whether many rows' products take less time over experts that are unpacked for them."""
-    count, _, inner = packed.shape
-    x = mx.random.normal((MANY_CHOICES, 1, inner)).astype(packed.dtype)
-    chosen = mx.sort(mx.arange(MANY_CHOICES) % count)
-    ways = [PackedSwitchLinear(packed, unpack=unpack) for unpack in (True, False)]
-    try:
-        unpacked, usual = (best_seconds(partial(way, x, chosen, True), rounds=2, repeat=1) for way in ways)
-    except (RuntimeError, ValueError):  # not there on this device
-        return False
-    return unpacked < usual
-
-
 def substitute_packed(model: nn.Module, products: SmallRowsKernel, inside: Collection[str]) -> int:
     """Let ``products`` choose the ways of all packed layers, each shape measured once; how many there are.
 
     ``inside``: prefixes of paths of layers that decode steps do not call, as fused blocks have their own products;
-    those are only measured with many rows.
+    those are measured, for short prefills, where there are no plain weights.
     """
     count = 0
     for path, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
             continue
-        products.measure([(module.dense, None)], many_only=path.startswith(tuple(inside)))
+        if module.dense.weight is None or not path.startswith(tuple(inside)):
+            products.measure([(module.dense, None)])
         module.use(products)
         count += 1
     return count
