@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -51,6 +51,18 @@ class PackedWeights:
         return mx.dequantize(
             self.words, self.scales, self.biases, group_size=self.group, bits=self.bits, dtype=self.dtype
         )
+
+    def __getitem__(self, index: int | mx.array) -> PackedWeights:
+        """Some of the first axis."""
+        return replace(self, words=self.words[index], scales=self.scales[index], biases=self.biases[index])
+
+
+def wide(weights: mx.array | PackedWeights) -> mx.array:
+    """The float32 values that ``weights`` stand for, nothing rounded to 16 bits; lazy."""
+    if isinstance(weights, mx.array):
+        return weights.astype(mx.float32)
+    scales, biases = weights.scales.astype(mx.float32), weights.biases.astype(mx.float32)
+    return mx.dequantize(weights.words, scales, biases, group_size=weights.group, bits=weights.bits)
 
 
 def takes_packing(bits: int, group: int) -> bool:

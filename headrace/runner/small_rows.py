@@ -52,10 +52,11 @@ MEASURED_TOGETHER = 16
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
-# Our kernel over plain or packed weights, MLX's product over plain ones or over packed ones that are unpacked
-# for it, MLX's product over packed ones. MLX compiles the last when it is first called with eight rows or more, for
-# half a minute, and it is slower than the kernel (both measured on an H200): it is for faults alone.
-Way = Literal["kernel", "packed kernel", "library", "unpacked", "quantized"]
+# Our kernel over plain or over packed weights, MLX's product over plain ones or over those that there are.
+Way = Literal["kernel", "packed kernel", "library"]
+# From so many rows on, MLX's product over packed weights is one that it compiles when it is first called. That takes
+# half a minute on an H200; weights are unpacked instead.
+LEAST_UNPACKED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,12 @@ def plain_product(x: mx.array, product: Product) -> mx.array:
 
 
 def linear(x: mx.array, dense: Dense) -> mx.array:
-    """``x [..., K] @ weight.T + bias`` by one of MLX's products."""
-    packed = dense.packed
-    if dense.weight is not None:
-        return x @ dense.weight.T if dense.bias is None else mx.addmm(dense.bias, x, dense.weight.T)
+    """``x [..., K] @ weight.T + bias`` by MLX's product."""
+    packed, weight = dense.packed, dense.weight
+    if weight is None and packed is not None and x.size // x.shape[-1] >= LEAST_UNPACKED:
+        weight = packed.unpacked()
+    if weight is not None:
+        return x @ weight.T if dense.bias is None else mx.addmm(dense.bias, x, weight.T)
     assert packed is not None, "weights are one or the other"
     y = mx.quantized_matmul(
         x, packed.words, packed.scales, packed.biases, group_size=packed.group, bits=packed.bits
@@ -318,23 +321,22 @@ class SmallRowsKernel:
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         rows = x.shape[0]
-        possible = ways(rows, x.dtype, product.dense, gated=product.gated)
         way = self._chosen.get((measured_bucket(rows), *product.form))
-        return self._by(way if way in possible else possible[-1], x, product)
+        takes_it = way in ways(rows, x.dtype, product.dense, gated=product.gated)
+        return self._by(way if way is not None and takes_it else "library", x, product)
 
     def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
+        if way == "library":
+            return plain_product(x, product)
         dense = product.dense
-        side = dense.plain_side if way in ("kernel", "library") else dense.packed_side
+        side = dense.plain_side if way == "kernel" else dense.packed_side
         assert side is not None, "only ways that the weights allow are chosen"
-        of_side = replace(product, dense=side)
-        if way in ("kernel", "packed kernel"):
-            return self._own(x, of_side)
-        return (unpacking_product if way == "unpacked" else plain_product)(x, of_side)
+        return self._own(x, replace(product, dense=side))
 
     def chosen(self, rows: int, dense: Dense) -> bool:
         """Whether ``measure`` found a way for the product alone, in the bucket of ``rows``, that is not MLX's."""
         way = self._chosen.get((measured_bucket(rows), *Product(dense).form))
-        return way is not None and way not in ("library", "quantized")
+        return way is not None and way != "library"
 
     def call_kernels(
         self, dense: Dense, norm: Norm | None = None, *, residual: bool = False, gated: bool = False
@@ -345,7 +347,7 @@ class SmallRowsKernel:
             x = mx.zeros((rows, 1, inner), dense.dtype)
             added = mx.zeros((rows, 1, outputs), x.dtype) if residual else None
             for way in ways(rows, x.dtype, dense, gated=gated):
-                if way in ("kernel", "packed kernel"):
+                if way != "library":
                     self._by(way, x, Product(dense, norm, added, gated))
 
     def measure(
@@ -374,10 +376,11 @@ class SmallRowsKernel:
             possible = ways(rows, x.dtype, dense, gated=gated)
             if len(possible) < 2:
                 continue
-            untried: set[Way] = {*hopeless, "quantized"}
-            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in untried}
+            if dense.weight is None:
+                possible = possible[:-1]  # MLX's product over packed weights is for faults alone
+            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in hopeless}
             costs = {way: cost for way, cost in tried.items() if cost is not None}
-            self._chosen[key] = best = _best(costs) if costs else possible[-1]
+            self._chosen[key] = best = _best(costs) if costs else "library"
             if costs:
                 self._costs[key] = costs
                 hopeless |= {way for way in costs if costs[way].device > HOPELESS * costs[best].device}
@@ -388,7 +391,7 @@ class SmallRowsKernel:
     ) -> Cost | None:
         """What the way costs; None when it is wrong or cannot run, which is then among the faults."""
         try:
-            if way in ("kernel", "packed kernel"):
+            if way != "library":
                 worst = max(
                     largest_difference(self._by(way, x, product), _expected(x, product)) for product in products
                 )
@@ -436,10 +439,7 @@ def ways(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> li
     """Ways to compute a product; MLX's own last."""
     sides: list[tuple[Way, Dense | None]] = [("packed kernel", dense.packed_side), ("kernel", dense.plain_side)]
     found = [way for way, side in sides if side is not None and takes(rows, dtype, side, gated=gated)]
-    if dense.weight is not None:
-        return [*found, "library"]
-    # A recorded step keeps all its arrays, which unpacked weights are too many for.
-    return [*found, "quantized"] if rows <= MAX_ROWS else ["unpacked"]
+    return [*found, "library"]
 
 
 def _best(costs: dict[Way, Cost]) -> Way:

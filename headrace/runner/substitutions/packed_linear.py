@@ -2,7 +2,7 @@
 
 A decode step reads the packed weights (``packed_rows_source.py``), which are a quarter or half of the plain ones'
 bytes; a prefill reads the plain ones where memory holds both, else it unpacks them. Which way a product goes is
-``SmallRowsKernel``'s choice once a layer has one (``use``); before that, MLX's products do everything.
+``SmallRowsKernel``'s choice once a layer has one (``use``); before that, it is MLX's (``linear``).
 
 Every layer's form is compared with the module that it replaces; where they differ, that module stays.
 """
@@ -11,24 +11,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.small_rows import TOLERANCE, Dense, Product, SmallRowsKernel, largest_difference, linear
+from headrace.runner.packed_weights import PackedWeights, wide
+from headrace.runner.small_rows import (
+    LEAST_UNPACKED,
+    TOLERANCE,
+    Dense,
+    Product,
+    SmallRowsKernel,
+    largest_difference,
+    linear,
+)
 
 log = logging.getLogger("headrace.runner")
 
 # Layers that can be held so, and those that can have plain weights beside the packed ones.
 KINDS = (nn.Linear, nn.Embedding, SwitchLinear)
 WITH_PLAIN = (nn.Linear, SwitchLinear)
-# Experts are unpacked for at least this many choices of rows: MLX's product over packed ones is then another one,
-# which it compiles when it is first called, for half a minute (measured on an H200).
-LEAST_CHOICES = 8
 
 
 class PackedModule(nn.Module):  # type: ignore[misc]
@@ -94,8 +98,7 @@ class PackedEmbedding(PackedModule):
         self._products = products
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        rows = PackedWeights(self.words[tokens], self.scales[tokens], self.biases[tokens], self._bits, self._group)
-        return rows.unpacked()
+        return self.packed[tokens].unpacked()
 
     def as_linear(self, x: mx.array) -> mx.array:
         return chosen_product(x, self.dense, self._products)
@@ -106,7 +109,7 @@ class PackedSwitchLinear(PackedModule):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         weight = self.get("weight")
-        if weight is None and indices.size >= LEAST_CHOICES:
+        if weight is None and indices.size >= LEAST_UNPACKED:
             weight = self.packed.unpacked()
         if weight is not None:
             y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
@@ -180,15 +183,14 @@ def _agree(module: Any, made: Any, packed: PackedWeights) -> bool:
     *outer, outputs, inner = packed.shape
     x = mx.random.normal((3, inner), key=mx.random.key(0)).astype(packed.dtype)
     places = [0, (outer[0] if outer else outputs) - 1, (outer[0] if outer else outputs) // 2]
-    few = _some(packed, mx.array(places)) if outer or isinstance(made, PackedEmbedding) else packed
-    wide = replace(few, scales=few.scales.astype(mx.float32), biases=few.biases.astype(mx.float32)).unpacked()
+    values = wide(packed[mx.array(places)] if outer or isinstance(made, PackedEmbedding) else packed)
     given: tuple[mx.array, ...] = (x,)
-    expected = x.astype(mx.float32) @ wide.swapaxes(-1, -2)
+    expected = x.astype(mx.float32) @ values.swapaxes(-1, -2)
     if isinstance(made, PackedSwitchLinear):
-        expected = x.astype(mx.float32)[:, None, None] @ wide[:, None].swapaxes(-1, -2)
+        expected = x.astype(mx.float32)[:, None, None] @ values[:, None].swapaxes(-1, -2)
         given = x[:, None, None], mx.array(places)[:, None]
     elif isinstance(made, PackedEmbedding):
-        expected, given = wide, (mx.array(places),)
+        expected, given = values, (mx.array(places),)
     if "bias" in module:
         bias = module.bias.astype(mx.float32)
         expected = expected + (bias[mx.array(places)][:, None, None] if outer else bias)
@@ -197,11 +199,6 @@ def _agree(module: Any, made: Any, packed: PackedWeights) -> bool:
         return error <= TOLERANCE or error <= 2 * largest_difference(module(*given), expected)
     except RuntimeError:  # not there on this device
         return False
-
-
-def _some(packed: PackedWeights, index: mx.array) -> PackedWeights:
-    """Some of the first axis."""
-    return replace(packed, words=packed.words[index], scales=packed.scales[index], biases=packed.biases[index])
 
 
 def substitute_packed(model: nn.Module, products: SmallRowsKernel, inside: Collection[str]) -> int:
