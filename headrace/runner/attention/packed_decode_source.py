@@ -1,7 +1,7 @@
 """How paged decode attention by tensor cores (``tile_decode_source.py``) reads packed pools.
 
-    scores   a code c becomes the half-precision number 1024 + c, exactly, by being put among its mantissa bits, and
-             is multiplied as it is: with query q, scale s, bias b and a sum over a group,
+    scores   a code c becomes the half-precision number 1024 + c, exactly, by being put among its mantissa bits,
+             and is multiplied as it is: with query q, scale s, bias b and a sum over a group,
                  q . (s c + b) = s (q . (1024 + c)) + (b - 1024 s) sum(q)
     values   a weight is the softmax's times the token's scale, in half precision; 1024 times the sum of those
              rounded weights is taken off again, and biases are summed in float32. Scales are taken relative to one
@@ -146,8 +146,9 @@ template <typename S, int BITS, int DK, int DV, int KV> struct Reader {
           UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] = 0.0f;
       }
     }
-    template <int U> __forceinline__ void add(const Values (&value)[U], const float (&weight)[U][2][2],
-                                              const float (&correction)[2]) {
+    template <int U, bool FIRST>
+    __forceinline__ void add(const Values (&value)[U], const float (&weight)[U][2][2],
+                             const float (&correction)[2], Flag<FIRST>) {
       float widest = 0.0f, shrink[2] = {correction[0], correction[1]};
       UNROLL for (int u = 0; u < U; ++u)
         UNROLL for (int n = 0; n < 2; ++n)
@@ -164,7 +165,7 @@ template <typename S, int BITS, int DK, int DV, int KV> struct Reader {
           biased[c][h] *= correction[h];
         }
         UNROLL for (int j = 0; j < 4; ++j)
-          UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] *= shrink[i % 2];
+          UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] = FIRST ? 0.0f : total[c][j][i] * shrink[i % 2];
         UNROLL for (int u = 0; u < U; ++u) {
           const Words<BITS / 4>* const codes[4] = {&value[u].piece[0][c], &value[u].piece[1][c],
                                                    &value[u].piece[2][c], &value[u].piece[3][c]};
@@ -172,7 +173,8 @@ template <typename S, int BITS, int DK, int DV, int KV> struct Reader {
           UNROLL for (int n = 0; n < 2; ++n) {
             const float by = float(value[u].scale[n].v[c]) * per_unit;
             UNROLL for (int h = 0; h < 2; ++h) biased[c][h] += weight[u][n][h] * float(value[u].bias[n].v[c]);
-            shares[n] = transposed(halves(weight[u][n][0] * by, weight[u][n][1] * by, rounded[c][0], rounded[c][1]));
+            shares[n] =
+                transposed(halves(weight[u][n][0] * by, weight[u][n][1] * by, rounded[c][0], rounded[c][1]));
           }
           UNROLL for (int j = 0; j < 4; ++j)
             multiply(total[c][j], value_codes(*codes[0], *codes[1], 2 * j),

@@ -73,8 +73,7 @@ class Form:
     ) -> Form:
         """``floats``: per thread, for queries and outputs; ``tiles``: whether there are tensor cores to use."""
         if tiles and takes_tiles(layer, block_size):
-            queries = heads // layer.kv_heads
-            per_block = max(part for part in range(1, 9) if queries % part == 0)
+            per_block = heads // blocks_per_row(layer, heads)
             batch = 2 if layer.key_dim + layer.value_dim <= 128 else 1
             return Form(layer, heads, block_size, 0, per_block, batch, has_sinks, has_softcap, by_tiles=True)
         lanes = _lanes(layer.key_dim, layer.value_dim)
@@ -152,7 +151,8 @@ class Form:
     @property
     def narrow(self) -> bool:
         """Whether the tensor-core form needs no more than 128 registers."""
-        return self.layer.bits is not None or self.layer.key_dim + self.layer.value_dim <= NARROW
+        key, value = self.layer.key_dim, self.layer.value_dim
+        return self.layer.bits is not None or (key + value <= NARROW and 2 * value <= NARROW)
 
     def _blocks(self, rows: int) -> int:
         return rows * self.heads // self.queries_per_block
@@ -322,6 +322,13 @@ def takes_tiles(layer: LayerShape, block_size: int) -> bool:
     if layer.bits is None:
         return all(width % 8 == 0 and width <= MAX_TILE_WIDTH for width in widths)
     return all(width in (packed_source.GROUP, 2 * packed_source.GROUP) for width in widths)
+
+
+def blocks_per_row(layer: LayerShape, heads: int) -> int:
+    """Thread blocks of a row whose context is not split, with as many queries to a block as can be."""
+    queries = max(1, heads // layer.kv_heads)
+    most = max(part for part in range(1, MAX_QUERIES_PER_BLOCK + 1) if queries % part == 0)
+    return layer.kv_heads * (queries // most)
 
 
 def _lanes(key_dim: int, value_dim: int) -> int:

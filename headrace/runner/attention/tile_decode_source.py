@@ -7,12 +7,12 @@ that the bytes of the pool are what it waits for:
     scores   keys [16 tokens, 16 elements] x queries [16 elements, 8] (``mma.sync`` m16n8k16)
     values   [16 elements, 16 tokens] x weights [16 tokens, 8 queries]. A weight goes in as two 16-bit numbers, its
              rounded value and what rounding left, so that nothing is lost beside float32
-    lanes    with g = lane / 4 and t = lane % 4 a lane reads 8 elements at a time of the keys of tokens g and g + 8
-             and of the values of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: the sums over elements and tokens do not
-             notice their order, so what was read becomes fragments where it is. Scores come out with tokens as rows
-             and go in with tokens as columns (``movmatrix``); nothing else moves between lanes but maxima
-    ahead    keys of the next tiles are asked for as soon as scores are made, values as soon as they are summed, and
-             the block table one round before
+    lanes    with g = lane / 4 and t = lane % 4 a lane reads 8 elements at a time of the keys of tokens g and
+             g + 8 and of the values of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: the sums over elements and tokens
+             do not notice their order, so what was read becomes fragments where it is. Scores come out with tokens
+             as rows and go in with tokens as columns (``movmatrix``); nothing else moves between lanes but maxima
+    waiting  a short context is read whole before anything is waited for: as many warps as it has tiles. With a
+             long one the other warps' loads fill the time in which a warp computes
     end      warps combine by their maxima, first in pairs (``END`` there), a second kernel combines the splits
 
 Tokens that are not the split's own are hidden by their weight; what is read in their place are ones that are, so
@@ -60,6 +60,7 @@ DEVICE int uniform(int x) { return x; }
 #endif
 template <int N> struct alignas(N * 4) Words { unsigned w[N]; };
 struct Lane { int warp, g, t; };
+template <bool IS> struct Flag {};
 // Where a tile's tokens are, counted in vectors: the first one, and which of the tile's rows are the split's own.
 template <int KV> struct Rows {
   unsigned first;
@@ -100,14 +101,14 @@ template <typename T, int DK, int DV, int KV> struct Reader {
     const uint4* own;
     __forceinline__ void read(const T* q, int count, Lane lane) {
       SHARED uint4 pieces[CK * 32];
-      const int one = lane.g * 4 + lane.t;
+      uint4* at = pieces + lane.g * 4 + lane.t;
+      own = at;
       UNROLL for (int c = 0; c < CK; ++c) {
+        if (c % 4 != lane.warp) continue;
         const int dim = c * 32 + lane.t * 8;
-        if (c % 4 == lane.warp)
-          pieces[c * 32 + one] =
-              dim < DK ? cached(q + (lane.g < count ? lane.g : 0) * DK + dim) : make_uint4(0, 0, 0, 0);
+        const bool real = c * 32 + 32 <= DK || dim < DK;
+        at[c * 32] = real ? cached(q + (lane.g < count ? lane.g : 0) * DK + dim) : make_uint4(0, 0, 0, 0);
       }
-      own = pieces + one;
     }
     __forceinline__ void ready(Lane) {}
   };
@@ -153,11 +154,12 @@ template <typename T, int DK, int DV, int KV> struct Reader {
         UNROLL for (int j = 0; j < 4; ++j)
           UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] = 0.0f;
     }
-    template <int U> __forceinline__ void add(const Values (&value)[U], const float (&weight)[U][2][2],
-                                              const float (&correction)[2]) {
+    template <int U, bool FIRST>
+    __forceinline__ void add(const Values (&value)[U], const float (&weight)[U][2][2],
+                             const float (&correction)[2], Flag<FIRST>) {
       UNROLL for (int c = 0; c < CV; ++c)
         UNROLL for (int j = 0; j < 4; ++j)
-          UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] *= correction[i % 2];
+          UNROLL for (int i = 0; i < 4; ++i) total[c][j][i] = FIRST ? 0.0f : total[c][j][i] * correction[i % 2];
       UNROLL for (int u = 0; u < U; ++u) {
         unsigned most[2], left[2];
         UNROLL for (int n = 0; n < 2; ++n) {
@@ -214,42 +216,43 @@ BODY = (
   const int splits = sizes[1];
   const int window = sizes[2];
   const float softcap = params[1];
-  const float factor = HAS_SOFTCAP ? params[0] / softcap : params[0] * LOG2E;
+  SHARED uint4 factors[1];
+  if (index == 0) factors[0].x = __float_as_uint(HAS_SOFTCAP ? params[0] / softcap : params[0] * LOG2E);
 
   const int base = bases[row];
   const int high = ends[row] - base;
   const int low = (window > 0 && high > window) ? high - window : 0;
+#ifdef WHOLE
+  const int begin = uniform(low);
+  const int stop = uniform(high);
+#else
   const int share = ((high - low + splits - 1) / splits + 15) / 16 * 16;
   const int begin = uniform(low + split * share);
   const int stop = uniform(begin + share < high ? begin + share : high);
+#endif
   const int last = (stop - 1) / 16 * 16;
 
   // A lane has queries 2 t and 2 t + 1 (h) and tokens g and g + 8 (n) of a tile.
   float top[2] = {HIDDEN, HIDDEN}, weight[2] = {0.0f, 0.0f};
   Pool::Sums total;
   total.clear();
-  BARRIER();                              // the query is there
-  query.ready(lane);
   const int* table = tables + row * width;
   int from = begin < stop ? begin / 16 * 16 + warp * 16 : stop;
-  int block[U];
-  // A tile lies in one block. One behind the last is the last again; its tokens are hidden.
-#define TILE(from) ((from) + u * STEP < last ? (from) + u * STEP : last)
-#define BLOCK(from) table[unsigned(TILE(from)) / unsigned(BS)]
-  if (from < stop) {
-    UNROLL for (int u = 0; u < U; ++u) block[u] = BLOCK(from);
-  }
-  for (; from < stop; from += STEP * U) {
-    Pool::Keys key[U];
-    Pool::Values value[U];
+  Pool::Keys key[U];
+  Pool::Values value[U];
+  const auto read = [&]() {
     UNROLL for (int u = 0; u < U; ++u) {
-      const int tile = TILE(from);
-      const unsigned first = (unsigned(block[u]) * BS + unsigned(tile) % unsigned(BS)) * KV + kv_head;
-      const Rows<KV> rows = {first, begin - tile, stop - 1 - tile};
+      // A tile lies in one block. One behind the last is the last again; its tokens are hidden.
+      const int tile = from + u * STEP < last ? from + u * STEP : last;
+      const unsigned block = unsigned(table[unsigned(tile) / unsigned(BS)]);
+      const Rows<KV> rows = {(block * BS + unsigned(tile) % unsigned(BS)) * KV + kv_head, begin - tile,
+                             stop - 1 - tile};
       key[u].read(KEY_POOL, rows, lane);
       value[u].read(VALUE_POOL, rows, lane);
-      block[u] = BLOCK(from + STEP * U);
     }
+  };
+  const auto use = [&](auto first) {
+    const float factor = __uint_as_float(anew(factors).x);
     float score[U][2][2];
     float now[2] = {top[0], top[1]}, correction[2];
     UNROLL for (int u = 0; u < U; ++u) {
@@ -276,7 +279,16 @@ BODY = (
         }
       }
     }
-    total.add(value, score, correction);
+    total.add(value, score, correction, first);
+  };
+  // The first tiles by themselves: all that is needed is asked for before anything is waited for.
+  if (from < stop) read();
+  BARRIER();
+  query.ready(lane);
+  if (from < stop) use(Flag<true>());
+  for (from += STEP * U; from < stop; from += STEP * U) {
+    read();
+    use(Flag<false>());
   }
 
   // Warps combine in pairs: the upper half leaves its sums, the lower half adds its own.
