@@ -113,8 +113,8 @@ def defines(bits: int | None, *, whole: bool) -> str:
     return "\n".join([*lines, *(["#define WHOLE"] if whole else []), ""])
 
 
-# The last part of this body and of ``tile_decode_source.py``'s: sums of SLOTS parts of a block, each relative to the
-# maximum beside it, become results. SUM_AT says where ``sums`` has an element of a part and query.
+# The last part of this body and of ``tile_decode_source.py``'s: sums of SLOTS parts of a block, each relative to
+# the maximum beside it, become results. SUM_AT says where ``sums`` has an element of a part and query.
 END = """
   for (int i = index; i < GT * DV; i += WARPS * 32) {
     const int one = i / DV;
