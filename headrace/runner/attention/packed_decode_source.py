@@ -29,10 +29,7 @@ from headrace.runner.small_rows_source import MACHINE
 # Elements that a scale is for; widths are multiples of it.
 GROUP = 64
 
-HEADER = (
-    MACHINE
-    + CUDA_NAMES
-    + """
+UNROLL_AND_EXP2 = """
 #define UNROLL _Pragma("unroll")
 #ifdef __CUDACC__
 DEVICE float EXP2(float x) {
@@ -40,6 +37,15 @@ DEVICE float EXP2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#endif
+"""
+
+HEADER = (
+    MACHINE
+    + CUDA_NAMES
+    + UNROLL_AND_EXP2
+    + """
+#ifdef __CUDACC__
 // A matrix of 8 x 8 half-precision numbers, row g in the lanes of g, turned over.
 DEVICE unsigned transposed(unsigned x) {
   unsigned y;

@@ -1,0 +1,230 @@
+"""Attention of prompts behind prefixes by a kernel of our own, on CUDA: reads the pools in place.
+
+Same contract as ``reference.paged_attention`` for several queries per row over token-major pools. Rows of one
+forward may stand behind prefixes of different lengths; nothing is planned or compiled for a length. Which shapes
+the kernel takes is ``refusal``, which forwards it is for ``supports``. See ``paged_prefill_source.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from headrace.runner.attention import paged_decode_source
+from headrace.runner.attention import paged_prefill_source as source
+from headrace.runner.device_arrays import DeviceConstants
+from headrace.runner.kernel_language import cuda_kernel
+from headrace.runner.kv_pool import LayerShape
+from headrace.runner.layer_view import LayerView
+
+# Thread blocks that a large GPU runs at once: two on each multiprocessor.
+BUSY_BLOCKS = 264
+# Positions of a split, at least.
+MIN_SPLIT = 256
+MAX_SPLITS = 16
+MAX_WIDTH = 256
+# Widest vectors for which a warp's registers hold two tiles of 16 rows, and 64 keys' scores.
+_WIDE = 128
+
+INPUTS = ("q", "k", "v", "tables", "bases", "offsets", "ends", "sizes", "params", "sinks", "mark")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Constants of one compiled form; ``tiles`` of 16 rows per warp."""
+
+    layer: LayerShape
+    heads: int
+    tiles: int
+    has_softcap: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 64 * self.tiles
+
+    @property
+    def keys(self) -> int:
+        """That are multiplied at a time."""
+        return 64 if max(self.layer.key_dim, self.layer.value_dim) <= _WIDE else 32
+
+    @property
+    def template(self) -> list[tuple[str, Any]]:
+        layer = self.layer
+        return [
+            ("T", layer.dtype),
+            ("DK", layer.key_dim),
+            ("DV", layer.value_dim),
+            ("G", self.heads // layer.kv_heads),
+            ("KV", layer.kv_heads),
+            ("MT", self.tiles),
+            ("BN", self.keys),
+            ("HAS_SOFTCAP", int(self.has_softcap)),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries, and two tiles of keys and of values."""
+        key, value = _row_bytes(self.layer.key_dim), _row_bytes(self.layer.value_dim)
+        return self.rows * key + 2 * self.keys * (key + value)
+
+
+class PagedPrefillKernel:
+    """The compiled kernel of one device; make one and keep it.
+
+    Args:
+        make: ``cuda_kernel``.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._constants = DeviceConstants()
+        self._made: dict[tuple[bool, int], Any] = {}
+        self._combine = make(
+            name="paged_prefill_combine",
+            input_names=["parts", "stats", "sizes", "sinks"],
+            output_names=["out"],
+            source=paged_decode_source.COMBINE_BODY,
+            header=paged_decode_source.CUDA_PRELUDE,
+        )
+
+    @staticmethod
+    def for_device() -> PagedPrefillKernel | None:
+        """The kernel of the default device, unchecked; None where there is none."""
+        if mx.default_device() != mx.gpu or mx.metal.is_available():
+            return None
+        return PagedPrefillKernel(cuda_kernel)
+
+    @staticmethod
+    def supports(queries: mx.array, view: LayerView) -> bool:
+        """Whether this is a forward of prompts whose shapes the kernel takes."""
+        layer = view.pool.layers[view.layer]
+        return (
+            queries.shape[2] > 1
+            and bool(view.batch.lengths)
+            and not view.pool.head_major
+            and refusal(layer, queries.shape[1], view.pool.block_size) is None
+            and queries.dtype == layer.dtype
+        )
+
+    def __call__(
+        self,
+        queries: mx.array,
+        view: LayerView,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None = None,
+        softcap: float = 0.0,
+    ) -> mx.array:
+        """Attention of ``queries [B, H, L, key_dim]``; returns ``[B, H, L, value_dim]``, zeros for pads."""
+        pool, layer, batch, group = view.pool, view.pool.layers[view.layer], view.batch, view.group
+        rows, heads, length, _ = queries.shape
+        assert group.tables is not None and group.bases is not None
+        ends = (start + count for start, count in zip(batch.starts, batch.lengths, strict=True))
+        context = max(end - first for end, first in zip(ends, group.firsts, strict=True))
+        if window is not None:
+            context = min(context, window + length)
+        form, splits = _chosen(layer, heads, rows * length, context, has_softcap=softcap > 0)
+        blocks = -(-length * heads // layer.kv_heads // form.rows) * layer.kv_heads
+        shift = pool.block_size.bit_length() - 1
+        sink_values = self._constants.get((), mx.float32) if sinks is None else sinks.astype(mx.float32)
+        launch = {
+            "inputs": [
+                queries,
+                pool.keys[view.layer],
+                pool.values[view.layer],
+                group.tables,
+                group.bases,
+                batch.offsets,
+                batch.ends,
+                self._constants.get((shift, window or 0, int(sinks is not None)), mx.int32),
+                self._constants.get((scale, softcap), mx.float32),
+                sink_values,
+                pool.marks[view.layer] if pool.marks else self._constants.get((), mx.int32),
+            ],
+            "template": form.template,
+            "grid": (blocks * source.THREADS, splits, rows),
+            "threadgroup": (source.THREADS, 1, 1),
+        }
+        result = {"output_shapes": [(rows, length, heads, layer.value_dim)], "output_dtypes": [layer.dtype]}
+        kernel = self._kernel(form, whole=splits == 1)
+        if splits == 1:
+            out: mx.array = kernel(**launch, **result)[0]
+        else:
+            per_split = (rows, length, heads, splits)
+            parts = kernel(
+                output_shapes=[(*per_split, layer.value_dim), (*per_split, 2)],
+                output_dtypes=[mx.float32, mx.float32],
+                **launch,
+            )
+            out = self._combine(
+                inputs=[*parts, self._constants.get((0, splits), mx.int32), sink_values],
+                template=[
+                    ("T", layer.dtype),
+                    ("DV", layer.value_dim),
+                    ("H", heads),
+                    ("HAS_SINKS", int(sinks is not None)),
+                ],
+                grid=(layer.value_dim, heads, rows * length),
+                threadgroup=(layer.value_dim, 1, 1),
+                **result,
+            )[0]
+        return out.swapaxes(1, 2)
+
+    def _kernel(self, form: Form, *, whole: bool) -> Any:
+        key = whole, form.shared_bytes
+        if key not in self._made:
+            self._made[key] = self._make(
+                name="paged_prefill" if whole else "paged_prefill_split",
+                input_names=INPUTS,
+                output_names=["out"] if whole else ["part_out", "stats"],
+                source=source.BODY,
+                header=("#define WHOLE\n" if whole else "") + source.HEADER,
+                shared_memory=form.shared_bytes,
+            )
+        return self._made[key]
+
+
+def _chosen(
+    layer: LayerShape, heads: int, positions: int, context: int, *, has_softcap: bool
+) -> tuple[Form, int]:
+    """The form for ``positions`` of all rows, pads included, and how often their contexts are split.
+
+    Tiles of more rows read keys less often; where they are too few to keep the device busy, the smaller ones.
+    """
+    wide = max(layer.key_dim, layer.value_dim) > _WIDE
+    most = max(1, context // MIN_SPLIT)
+    for tiles in (1,) if wide else (2, 1):
+        form = Form(layer, heads, tiles, has_softcap)
+        blocks = max(1, positions * heads // form.rows)
+        splits = 1
+        while splits < MAX_SPLITS and 2 * splits <= most and 2 * splits * blocks <= BUSY_BLOCKS:
+            splits *= 2
+        if 2 * splits * blocks >= BUSY_BLOCKS:
+            break
+    return form, splits
+
+
+def refusal(layer: LayerShape, heads: int, block_size: int) -> str | None:
+    """Why the kernel cannot read this layer's pool; None: it can."""
+    for name, width in (("key", layer.key_dim), ("value", layer.value_dim)):
+        if width % 16 or width > MAX_WIDTH:
+            return f"{name} vectors of {width} elements: the kernel takes multiples of 16 up to {MAX_WIDTH}"
+    if layer.bits is not None:
+        return f"the kernel does not read int{layer.bits}"
+    if layer.dtype not in (mx.float16, mx.bfloat16):
+        return f"the kernel does not read {layer.dtype}"
+    if heads % layer.kv_heads:
+        return f"{heads} query heads cannot share {layer.kv_heads} KV heads evenly"
+    if block_size & (block_size - 1):
+        return f"blocks of {block_size} positions are no power of two"
+    return None
+
+
+def _row_bytes(dim: int) -> int:
+    """Of one vector in shared memory (``Tile`` of the source)."""
+    pieces = dim // 8
+    return 16 * (pieces if pieces % 8 == 0 else pieces + 1)
