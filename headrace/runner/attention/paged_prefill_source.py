@@ -140,10 +140,12 @@ BODY = """
   const unsigned keys_at = queries_at + BM * Tile<DK>::ROW;
   const unsigned values_at = keys_at + 2 * KEY_BYTES;
 
-  const auto place_of = [&](int position) {
+  // Places in the pools are counted in 16 bytes.
+  const int* table = tables + row * width;
+  const unsigned within = (1u << shift) - 1;
+  const auto slot_of = [&](int position) {
     const int at = position < stop ? position : stop - 1;
-    const int block = tables[row * width + (at >> shift)];
-    return ((size_t(block) << shift) + size_t(at & ((1 << shift) - 1))) * KV + kv_head;
+    return unsigned(table[at >> shift]) * (within + 1) + (unsigned(at) & within);
   };
   const auto load = [&](int tile, int stage) {
     constexpr int PK = Tile<DK>::PIECES;
@@ -152,10 +154,10 @@ BODY = """
       const int at = index + i * 128;
       if (BN * PK % 128 == 0 || at < BN * PK) {
         const int position = tile * BN + at / PK;
-        const size_t place = place_of(position);
+        const unsigned place = (slot_of(position) * KV + kv_head) * PK + at % PK;
         const unsigned spot = place_in_tile<DK>(at / PK, at % PK);
-        copy16(keys_at + stage * KEY_BYTES + spot, k + place * DK + at % PK * 8, position < stop);
-        if (DK == DV) copy16(values_at + stage * VALUE_BYTES + spot, v + place * DV + at % PK * 8, position < stop);
+        copy16(keys_at + stage * KEY_BYTES + spot, (const uint4*)k + place, position < stop);
+        if (DK == DV) copy16(values_at + stage * VALUE_BYTES + spot, (const uint4*)v + place, position < stop);
       }
     }
     if (DK == DV) return;
@@ -163,8 +165,9 @@ BODY = """
       const int at = index + i * 128;
       if (BN * PV % 128 == 0 || at < BN * PV) {
         const int position = tile * BN + at / PV;
-        copy16(values_at + stage * VALUE_BYTES + place_in_tile<DV>(at / PV, at % PV),
-               v + place_of(position) * DV + at % PV * 8, position < stop);
+        const unsigned place = (slot_of(position) * KV + kv_head) * PV + at % PV;
+        copy16(values_at + stage * VALUE_BYTES + place_in_tile<DV>(at / PV, at % PV), (const uint4*)v + place,
+               position < stop);
       }
     }
   };
