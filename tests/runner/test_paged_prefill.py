@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,7 +15,7 @@ from emulated_cuda import emulated
 from prefill_cases import Prompts, build, definition, fault
 
 from headrace.runner.attention import paged_prefill
-from headrace.runner.attention.paged_prefill import Form, PagedPrefillKernel, refusal
+from headrace.runner.attention.paged_prefill import Form, PagedPrefillKernel
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -35,6 +33,11 @@ GRID = (
     Prompts(widths=(192, 128), ratio=1, starts=(31, 0), lengths=(65, 64), tiles=1, splits=1, window=16),
     Prompts("float16", (64, 128), 5, starts=(15,), lengths=(90,), tiles=2, splits=2, window=1, block_size=4),
     Prompts(ratio=1, starts=(0, 500), lengths=(100, 90), tiles=1, splits=2, window=130, sinks=True),
+    Prompts(bits=8, starts=(37, 0, 130), lengths=(9, 3, 20), tiles=2, splits=1, kv_heads=3, ratio=2),
+    Prompts("float16", (128, 128), bits=4, starts=(100,), lengths=(33,), tiles=1, splits=2, sinks=True),
+    Prompts(widths=(80, 80), bits=8, starts=(200, 7), lengths=(20, 40), tiles=1, splits=1, kv_heads=3, ratio=1),
+    Prompts(widths=(128, 128), bits=8, starts=(300,), lengths=(40,), tiles=2, splits=1, window=70),
+    Prompts(widths=(192, 128), bits=4, starts=(50,), lengths=(30,), tiles=1, splits=1, kv_heads=1, block_size=4),
     Prompts(ratio=16, starts=(200, 77), lengths=(8, 1), tiles=2, splits=4, sinks=True, softcap=5.0),
 )
 
@@ -58,9 +61,7 @@ def output(kernel: PagedPrefillKernel, case: Prompts, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_equals_the_definition(
-    kernel: PagedPrefillKernel, case: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_the_definition(kernel: PagedPrefillKernel, case: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output(kernel, case, monkeypatch) is None
 
 

@@ -61,14 +61,18 @@ def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size:
 
 
 def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) -> KernelChoice:
-    """The same over all layers of a model; those without KV of their own are left out."""
+    """The same over all layers of a model."""
+    return _choose(model_forms(found, heads, softcap), found.layout.block_size)
+
+
+def model_forms(found: ModelLayout, heads: int, softcap: float) -> Counter[LayerForm]:
+    """How many layers of a model have each form; those without KV of their own are left out."""
     windows = [group.window for group in found.layout.groups]
-    forms = Counter(
+    return Counter(
         LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), windows[layer.group], softcap)
         for layer in found.layers
         if layer.key_dim > 1
     )
-    return _choose(forms, found.layout.block_size)
 
 
 def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:

@@ -43,6 +43,24 @@ DEVICE void copy16(unsigned to, const void* from, bool real) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
     :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
+DEVICE void copy4(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+DEVICE uint4 taken16(unsigned from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+    : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+  return x;
+}
+DEVICE unsigned taken4(unsigned from) {
+  unsigned x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+DEVICE void put16(unsigned to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+    :: "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 DEVICE void started() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 DEVICE void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
@@ -80,6 +98,56 @@ template <int D> DEVICE unsigned place_in_tile(int row, int piece) {
 template <int D> DEVICE unsigned moved(unsigned place, int pieces) {
   return Tile<D>::PERMUTED ? (place ^ (pieces % 8 * 16)) + pieces / 8 * 128 : place + pieces * 16;
 }
+// Vectors of a packed pool on their way: pieces of 16 bytes of codes, an odd number a row.
+template <int D, int GROUP, int BITS> struct Codes {
+  static constexpr int GROUPS = (D + GROUP - 1) / GROUP;
+  static constexpr int PIECES = GROUPS * GROUP * BITS / 128;
+  static constexpr int ROW = (PIECES % 2 == 1 ? PIECES : PIECES + 1) * 16;
+  static constexpr int WORDS = (GROUPS + 1) / 2;  // that hold the scales of a vector
+};
+template <int BITS> struct Bits {};
+// Code j of the eighth-vector i of a piece, plus 32768.
+DEVICE float code(uint4 x, int i, int j, Bits<8>) {
+  const unsigned word = (&x.x)[i * 2 + j / 4];
+  return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7504u | (j % 4 << 4)));
+}
+DEVICE float code(uint4 x, int i, int j, Bits<4>) {
+  const unsigned word = ((&x.x)[i] >> (j % 2 * 4)) & 0x0f0f0f0fu;
+  return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7504u | (j / 2 << 4)));
+}
+template <typename T> DEVICE float half_of(unsigned word, int which, const T*) {
+  T both[2];
+  *(unsigned*)both = word;
+  return which ? float(both[1]) : float(both[0]);
+}
+// Unpacks a tile of BN vectors: codes and scales (biases WORDS * BN words after them) to where T is multiplied.
+template <typename T, int D, int GROUP, int BITS, int BN>
+DEVICE void unpack(unsigned to, unsigned codes, unsigned scales, int first, int stop, int heads, int head,
+                   const T* type) {
+  using C = Codes<D, GROUP, BITS>;
+  constexpr int EIGHTS = 16 / BITS;       // of a piece
+  UNROLL for (int i = 0; i < (BN * C::PIECES + 127) / 128; ++i) {
+    const int at = int(threadIdx.x) + i * 128;
+    if (BN * C::PIECES % 128 != 0 && at >= BN * C::PIECES) break;
+    const int row = at % BN;
+    const int piece = at / BN;
+    const int position = first + row < stop ? first + row : stop - 1;
+    // Scales came as whole words: those of a vector with an odd number of them may begin with the second half.
+    const int half = (C::GROUPS % 2 == 0 ? 0 : (position * heads + head) % 2) + piece * EIGHTS * 8 / GROUP;
+    const unsigned place = scales + (half / 2 * BN + row) * 4;
+    const float scale = half_of(taken4(place), half % 2, type);
+    const float bias = half_of(taken4(place + C::WORDS * BN * 4), half % 2, type) - 32768.0f * scale;
+    const uint4 x = taken16(codes + row * C::ROW + piece * 16);
+    UNROLL for (int e = 0; e < EIGHTS; ++e) {
+      if ((piece * EIGHTS + e) * 8 >= D) break;
+      uint4 y;
+      UNROLL for (int j = 0; j < 4; ++j)
+        (&y.x)[j] = pair(fmaf(code(x, e, 2 * j, Bits<BITS>()), scale, bias),
+                         fmaf(code(x, e, 2 * j + 1, Bits<BITS>()), scale, bias), type);
+      put16(to + place_in_tile<D>(row, piece * EIGHTS + e), y);
+    }
+  }
+}
 DEVICE float soft(float x) { return 1.0f - 2.0f / (1.0f + EXP2(x * 2.88539008f)); }
 """
 
@@ -106,6 +174,11 @@ BODY = """
   constexpr float LEAST = -1e20f;         // far from HIDDEN, so that what is hidden weighs nothing from the start
   constexpr float SLACK = 8.0f;
   const T* type = q;
+#ifdef PACKED
+  constexpr int STAGES = 1;               // of what is multiplied; the next tile's codes come while it is
+#else
+  constexpr int STAGES = 2;
+#endif
 
   const int length = q_shape[2];
   const int width = tables_shape[1];
@@ -138,7 +211,7 @@ BODY = """
 
   const unsigned queries_at = shared_memory();
   const unsigned keys_at = queries_at + BM * Tile<DK>::ROW;
-  const unsigned values_at = keys_at + 2 * KEY_BYTES;
+  const unsigned values_at = keys_at + STAGES * KEY_BYTES;
 
   // Places in the pools are counted in 16 bytes.
   const int* table = tables + row * width;
@@ -147,6 +220,41 @@ BODY = """
     const int at = position < stop ? position : stop - 1;
     return unsigned(table[at >> shift]) * (within + 1) + (unsigned(at) & within);
   };
+#ifdef PACKED
+  const unsigned key_codes_at = values_at + VALUE_BYTES;
+  const unsigned value_codes_at = key_codes_at + BN * Codes<DK, GK, BITS>::ROW;
+  const unsigned key_scales_at = value_codes_at + BN * Codes<DV, GV, BITS>::ROW;
+  const unsigned value_scales_at = key_scales_at + 2 * Codes<DK, GK, BITS>::WORDS * BN * 4;
+  const auto load = [&](int tile, int) {
+    using CK = Codes<DK, GK, BITS>;
+    using CV = Codes<DV, GV, BITS>;
+    UNROLL for (int i = 0; i < (BN * CK::PIECES + 127) / 128; ++i) {
+      const int at = index + i * 128;
+      if (BN * CK::PIECES % 128 != 0 && at >= BN * CK::PIECES) break;
+      const int position = tile * BN + at / CK::PIECES;
+      const unsigned place = (slot_of(position) * KV + kv_head) * CK::PIECES + at % CK::PIECES;
+      copy16(key_codes_at + at / CK::PIECES * CK::ROW + at % CK::PIECES * 16, (const uint4*)k + place, position < stop);
+    }
+    UNROLL for (int i = 0; i < (BN * CV::PIECES + 127) / 128; ++i) {
+      const int at = index + i * 128;
+      if (BN * CV::PIECES % 128 != 0 && at >= BN * CV::PIECES) break;
+      const int position = tile * BN + at / CV::PIECES;
+      const unsigned place = (slot_of(position) * KV + kv_head) * CV::PIECES + at % CV::PIECES;
+      copy16(value_codes_at + at / CV::PIECES * CV::ROW + at % CV::PIECES * 16, (const uint4*)v + place, position < stop);
+    }
+    if (index < 2 * BN) {
+      const bool of_keys = index < BN;
+      const int groups = of_keys ? CK::GROUPS : CV::GROUPS;
+      const int words = of_keys ? CK::WORDS : CV::WORDS;
+      const unsigned place = (slot_of(tile * BN + index % BN) * KV + kv_head) * groups / 2;
+      const unsigned to_here = (of_keys ? key_scales_at : value_scales_at) + index % BN * 4;
+      for (int w = 0; w < words; ++w) {
+        copy4(to_here + w * BN * 4, (const unsigned*)(of_keys ? ks : vs) + place + w);
+        copy4(to_here + (words + w) * BN * 4, (const unsigned*)(of_keys ? kb : vb) + place + w);
+      }
+    }
+  };
+#else
   const auto load = [&](int tile, int stage) {
     constexpr int PK = Tile<DK>::PIECES;
     constexpr int PV = Tile<DV>::PIECES;
@@ -171,6 +279,7 @@ BODY = """
       }
     }
   };
+#endif
 
   // This lane's rows: g and g + 8 of the warp's tiles of 16.
   const int warp_row = first_row + warp * MT * 16;
@@ -215,9 +324,14 @@ BODY = """
   }
 
   for (int tile = from; tile < to; ++tile) {
-    const int stage = (tile - from) % 2;
+    const int stage = (tile - from) % STAGES;
     arrived();
-    meet();                               // the other stage is used up
+    meet();                               // the tile before is used up
+#ifdef PACKED
+    unpack<T, DK, GK, BITS, BN>(keys_at, key_codes_at, key_scales_at, tile * BN, stop, KV, kv_head, type);
+    unpack<T, DV, GV, BITS, BN>(values_at, value_codes_at, value_scales_at, tile * BN, stop, KV, kv_head, type);
+    meet();
+#endif
     if (tile + 1 < to) load(tile + 1, 1 - stage);
     started();
     if (tile * BN > highest || tile * BN + BN - 1 <= lowest - window) continue;

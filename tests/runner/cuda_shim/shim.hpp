@@ -134,23 +134,23 @@ inline unsigned char* shared_at(unsigned at, unsigned count) {
 
 // cp.async: a copy may arrive at once or as late as it is waited for; every other one does so late.
 struct Copy {
-  unsigned to;
+  unsigned to, count;
   unsigned char bytes[16];
 };
 inline std::vector<Copy> under_way[1024];
-inline void copy16(unsigned to, const void* from, bool real) {
-  Copy copy{to, {}};
-  if (real) std::memcpy(copy.bytes, from, 16);
-  shared_at(to, 16);
-  static unsigned count = 0;
-  if ((++count * 2654435761u >> 16) % 2) {
-    std::memcpy(shared_at(to, 16), copy.bytes, 16);
+inline void copy(unsigned to, const void* from, unsigned count, bool real) {
+  Copy copy{to, count, {}};
+  if (real) std::memcpy(copy.bytes, from, count);
+  unsigned char* place = shared_at(to, count);
+  static unsigned copies = 0;
+  if ((++copies * 2654435761u >> 16) % 2) {
+    std::memcpy(place, copy.bytes, count);
   } else {
     under_way[group.current].push_back(copy);
   }
 }
 inline void arrived() {
-  for (const Copy& copy : under_way[group.current]) std::memcpy(shared_at(copy.to, 16), copy.bytes, 16);
+  for (const Copy& copy : under_way[group.current]) std::memcpy(shared_at(copy.to, copy.count), copy.bytes, copy.count);
   under_way[group.current].clear();
 }
 
@@ -201,7 +201,17 @@ inline float exponential(float x) { return std::exp(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 
 inline unsigned shared_memory() { return 0; }
-inline void copy16(unsigned to, const void* from, bool real) { shim::copy16(to, from, real); }
+inline void copy16(unsigned to, const void* from, bool real) { shim::copy(to, from, 16, real); }
+inline void copy4(unsigned to, const void* from) { shim::copy(to, from, 4, true); }
+template <typename T>
+inline T taken(unsigned from) {
+  T x;
+  std::memcpy(&x, shim::shared_at(from, sizeof(T)), sizeof(T));
+  return x;
+}
+inline uint4 taken16(unsigned from) { return taken<uint4>(from); }
+inline unsigned taken4(unsigned from) { return taken<unsigned>(from); }
+inline void put16(unsigned to, uint4 x) { std::memcpy(shim::shared_at(to, 16), &x, 16); }
 inline void started() {}
 inline void arrived() { shim::arrived(); }
 inline void meet() { shim::group_barrier(); }
