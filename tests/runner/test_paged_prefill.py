@@ -4,13 +4,16 @@ instructions do, and lets every other asynchronous copy arrive late), against at
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import gpu_prefill_grid
 from emulated_cuda import emulated
 from prefill_cases import Prompts, build, definition, fault
 
@@ -71,3 +74,21 @@ def test_the_grid_equals_the_definition(
     kernel: PagedPrefillKernel, case: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert output(kernel, case, monkeypatch) is None
+
+
+# -- on a GPU, and what it is used for ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(mx.default_device() != mx.gpu, reason="needs a GPU: MLX computes on the CPU here")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_grid_on_a_gpu() -> None:
+    ran = subprocess.run([sys.executable, gpu_prefill_grid.__file__], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_grid_tries_all_values() -> None:
+    cases = gpu_prefill_grid.cases()
+    for name, options in gpu_prefill_grid.AXES.items():
+        if name != "rows":
+            assert {getattr(case, name) for case in cases} >= set(options), name

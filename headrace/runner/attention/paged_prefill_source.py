@@ -16,8 +16,10 @@ Algorithm (FlashAttention-2, Dao 2023; split over the context as in Flash-Decodi
              rows of a fragment lie in different banks
 
 A forward's rows have their own starts and lengths. Slots behind a row's end are not read; positions that a query
-may not see get a weight of zero. Outputs of pads are zero. Widths are multiples of 16. Lengths come from the shapes
-that MLX passes as parameters: nothing is compiled for them.
+may not see get a weight of zero. Outputs of pads are zero. Widths are multiples of 16. Lengths come from the
+shapes that MLX passes as parameters: nothing is compiled for them.
+
+Packed pools (``kv_packing.py``): codes and scales are copied, and unpacked to T between two tiles.
 
 ``ldmatrix``, ``cp.async``, ``mma.sync``: PTX ISA, compute capability 8.0 and up.
 """
@@ -31,8 +33,8 @@ THREADS = 128
 # Blocks that shall share a multiprocessor: 255 registers a thread.
 BLOCKS = 2
 
-# Addresses of shared memory are bytes from its begin. copy16: 16 bytes, or zeros; fragments: four matrices of 8 x 8
-# numbers of 16 bits, lane i names row i % 8 of matrix i / 8.
+# Addresses of shared memory are bytes from its begin. copy16: 16 bytes, or zeros. fragments: four matrices of
+# 8 x 8 numbers of 16 bits; lane i names row i % 8 of matrix i / 8.
 _INSTRUCTIONS = """
 #ifdef __CUDACC__
 DEVICE unsigned shared_memory() {
@@ -159,7 +161,10 @@ HEADER = MACHINE + UNROLL_AND_EXP2 + _INSTRUCTIONS + _TILE + BOUNDS.format(threa
 # ends [B] (``ForwardBatch``, ``GroupBatch``), sizes [3] int32 (positions per block as a power of two, window or 0,
 # whether there are sinks), params [2] float32 (scale, softcap or 0), sinks [H] float32, mark (orders the kernel
 # after writes; not read).
-# Outputs: out [B, L, H, DV] of T (WHOLE), else part_out [B, L, H, splits, DV] and stats [B, L, H, splits, 2], float32.
+# Packed (PACKED): k and v are words of codes, each followed by scales and biases [slots, KV, groups] of T; BITS of
+# a code, GK and GV elements that share a scale.
+# Outputs: out [B, L, H, DV] of T (WHOLE), else part_out [B, L, H, splits, DV] and stats [B, L, H, splits, 2], both
+# float32.
 BODY = """
   constexpr int BM = 64 * MT;
   constexpr int H = KV * G;
@@ -233,14 +238,16 @@ BODY = """
       if (BN * CK::PIECES % 128 != 0 && at >= BN * CK::PIECES) break;
       const int position = tile * BN + at / CK::PIECES;
       const unsigned place = (slot_of(position) * KV + kv_head) * CK::PIECES + at % CK::PIECES;
-      copy16(key_codes_at + at / CK::PIECES * CK::ROW + at % CK::PIECES * 16, (const uint4*)k + place, position < stop);
+      copy16(key_codes_at + at / CK::PIECES * CK::ROW + at % CK::PIECES * 16, (const uint4*)k + place,
+             position < stop);
     }
     UNROLL for (int i = 0; i < (BN * CV::PIECES + 127) / 128; ++i) {
       const int at = index + i * 128;
       if (BN * CV::PIECES % 128 != 0 && at >= BN * CV::PIECES) break;
       const int position = tile * BN + at / CV::PIECES;
       const unsigned place = (slot_of(position) * KV + kv_head) * CV::PIECES + at % CV::PIECES;
-      copy16(value_codes_at + at / CV::PIECES * CV::ROW + at % CV::PIECES * 16, (const uint4*)v + place, position < stop);
+      copy16(value_codes_at + at / CV::PIECES * CV::ROW + at % CV::PIECES * 16, (const uint4*)v + place,
+             position < stop);
     }
     if (index < 2 * BN) {
       const bool of_keys = index < BN;
@@ -377,7 +384,8 @@ BODY = """
     UNROLL for (int m = 0; m < MT; ++m)
       UNROLL for (int h = 0; h < 2; ++h) {
         float most = HIDDEN;
-        UNROLL for (int n = 0; n < KEYS; ++n) most = fmaxf(most, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
+        UNROLL for (int n = 0; n < KEYS; ++n)
+          most = fmaxf(most, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         now[m][h] = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         grown |= (now[m][h] - top[m][h]) * factor > SLACK;

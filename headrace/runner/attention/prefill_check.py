@@ -1,9 +1,10 @@
 """At start on CUDA: is the prefill kernel right here, and no slower than gathering what it reads in place?
 
-Every distinct form that the model's layers will use runs over random pools: rows with prefixes of different lengths
-through shuffled block tables, chunks short and long, contexts split and not. As with decode (``kernel_check.py``) the
-kernel is used when its outputs match those of attention by other means; otherwise prompts go on being gathered, and
-the reason is logged and shown. It is timed where the other way has been planned already, so at its worst.
+Every distinct form that the model's layers will use runs over random pools: rows with prefixes of different
+lengths through shuffled block tables, chunks short and long, contexts split and not. As with decode
+(``kernel_check.py``) the kernel is used when its outputs match those of attention by other means; otherwise
+prompts go on being gathered, and the reason is logged and shown. It is timed where the other way has been planned
+already, so at its worst.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class PrefillChoice:
 
 
 def choose_prefill(forms: Mapping[LayerForm, int], block_size: int) -> PrefillChoice:
-    """Check and time the device's kernel on the forms of a model's layers; ``forms``: how many layers have each."""
+    """Check and time the device's kernel; ``forms``: how many layers of a model have each."""
     form = None
+    if not forms:
+        return PrefillChoice(None, "")
     try:
         kernel = PagedPrefillKernel.for_device()
         if kernel is None:
@@ -121,7 +124,7 @@ def random_prompts(
     *,
     seed: int = 0,
 ) -> tuple[mx.array, LayerView]:
-    """Queries ``[B, heads, L, key_dim]`` and a view of a random pool: row i has ``lengths[i]`` behind ``starts[i]``.
+    """Queries ``[B, heads, L, key_dim]`` and a view of a random pool: ``lengths[i]`` tokens behind ``starts[i]``.
 
     A window leaves out the blocks behind it, as the scheduler does.
     """
