@@ -33,8 +33,9 @@ from headrace.runner import cpu_products
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention import native_attention
 from headrace.runner.attention.dispatch import install
-from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel
+from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel, model_forms
 from headrace.runner.attention.native_check import NativeChoice, choose_native
+from headrace.runner.attention.prefill_check import choose_prefill
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
 from headrace.runner.cpu_operations import CpuOperations, load_operations
@@ -201,8 +202,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
     softcap = substitute_softcapped_attention(model)
-    choice = _kernel_choice(files, found, softcap, head_major, operations)
-    install(choice.kernel)
+    choice = _bind_attention(files, found, softcap, head_major, operations)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
     compiled = config.compile if config.compile is not None else not head_major
@@ -247,14 +247,19 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     )
 
 
-def _kernel_choice(
+def _bind_attention(
     files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool, operations: CpuOperations | None
 ) -> KernelChoice | NativeChoice:
-    """The device's own attention, if there is one that is right and faster on this model's layers."""
+    """Bind the device's own attention, as far as it is right and faster on this model's layers."""
     heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
     if head_major:
-        return choose_native(operations, found, heads, softcap)
-    return choose_model_kernel(found, heads, softcap)
+        native = choose_native(operations, found, heads, softcap)
+        install(native.kernel)
+        return native
+    decode = choose_model_kernel(found, heads, softcap)
+    prefill = choose_prefill(model_forms(found, heads, softcap), found.layout.block_size)
+    install(decode.kernel, prefill.kernel)
+    return replace(decode, note="; ".join(note for note in (decode.note, prefill.note) if note))
 
 
 def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:

@@ -67,14 +67,18 @@ def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size:
 
 
 def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) -> KernelChoice:
-    """The same over all layers of a model; those without KV of their own are left out."""
+    """The same over all layers of a model."""
+    return _choose(model_forms(found, heads, softcap), found.layout.block_size)
+
+
+def model_forms(found: ModelLayout, heads: int, softcap: float) -> Counter[LayerForm]:
+    """How many layers of a model have each form; those without KV of their own are left out."""
     windows = [group.window for group in found.layout.groups]
-    forms = Counter(
+    return Counter(
         LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), windows[layer.group], softcap)
         for layer in found.layers
         if layer.key_dim > 1
     )
-    return _choose(forms, found.layout.block_size)
 
 
 def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
@@ -162,7 +166,7 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5
         options = (scale, form.window, None, form.softcap)
-        expected = paged_attention(queries.astype(mx.float32), _unrounded(view), *options)
+        expected = paged_attention(queries.astype(mx.float32), float32_view(view), *options)
         got = kernel(queries, view, *options).astype(mx.float32)
         worst = float(np.array(mx.max(mx.abs(expected - got))))
         if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
@@ -185,7 +189,7 @@ def _called(kernel: PagedDecodeKernel, forms: Iterable[LayerForm], block_size: i
             kernel(queries, view, form.layer.key_dim**-0.5, form.window, None, form.softcap)
 
 
-def _unrounded(view: LayerView) -> LayerView:
+def float32_view(view: LayerView) -> LayerView:
     """The same keys and values as float32, not packed: the reference would round what it unpacks to 16 bits."""
     pool, layer = view.pool, view.pool.layers[0]
     exact = KVPool([replace(layer, bits=None, dtype=mx.float32)], [1], pool.block_size, head_major=False)

@@ -28,10 +28,7 @@ from headrace.runner.attention.paged_decode_source import END
 from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.small_rows_source import BOUNDS, MACHINE
 
-_COMMON = (
-    MACHINE
-    + CUDA_NAMES
-    + """
+UNROLL_AND_EXP2 = """
 #define UNROLL _Pragma("unroll")
 #ifdef __CUDACC__
 DEVICE float EXP2(float x) {
@@ -39,6 +36,15 @@ DEVICE float EXP2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#endif
+"""
+
+_COMMON = (
+    MACHINE
+    + CUDA_NAMES
+    + UNROLL_AND_EXP2
+    + """
+#ifdef __CUDACC__
 // A matrix of 8 x 8 numbers of 16 bits, row g in the lanes of g, turned over.
 DEVICE unsigned transposed(unsigned x) {
   unsigned y;
