@@ -55,6 +55,11 @@ SPARE_BYTES = 3 << 30  # activations, logits, MLX's buffer cache
 GREEDY = SamplingParams(max_tokens=10**9, temperature=0.0)
 
 
+def first_token(row: int) -> int:
+    """Different in every row: equal ones would all choose the same experts."""
+    return 1 + 97 * row
+
+
 def copy_bandwidth() -> float:
     """Bytes per second of a large copy, read and write counted."""
     source = mx.zeros((1 << 30,), mx.uint8)
@@ -103,7 +108,7 @@ class HeadraceStep:
         for row in range(self.rows):
             rows.append(
                 ScheduledRow(
-                    row, self.position, 1, (1,) if first else (), self.tables(needed)[row], True,
+                    row, self.position, 1, (first_token(row),) if first else (), self.tables(needed)[row], True,
                     self.position + 1, 0, GREEDY, self.context,
                 )
             )  # fmt: skip
@@ -168,7 +173,7 @@ def batch_generator_ms(model: nn.Module, rows: int, context: int, steps: int) ->
     for _ in range(rows):
         caches.append(_filled_cache(model, context))
     generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows, max_tokens=10**6)
-    generator.insert([[1]] * rows, caches=caches)
+    generator.insert([[first_token(row)] for row in range(rows)], caches=caches)
     del caches
     while len(generator.next()[1]) < rows:
         pass

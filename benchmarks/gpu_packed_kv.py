@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-steps", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--no-tiles", action="store_true", help="packed pools without tensor cores")
+    parser.add_argument("--no-tiles", action="store_true", help="without tensor cores")
     parser.add_argument("--json")
     args = parser.parse_args()
     device_cache()  # before MLX compiles anything: then it settles on a folder

@@ -25,7 +25,8 @@ from headrace.core.machine import cpu_features, cpu_model
 from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder, locked
 
-_KERNEL_SOURCE = Path(__file__).with_name("native") / "sgemm.cpp"
+_NATIVE = Path(__file__).with_name("native")
+_KERNEL_SOURCE, _KERNEL_HEADER = _NATIVE / "sgemm.cpp", _NATIVE / "cpu_vectors.h"
 _KERNEL_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 _PREFIX = "scipy_"
 _TAKEN_OVER = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
@@ -121,7 +122,8 @@ def build_kernel() -> Path | None:
     if shutil.which("g++") is None:
         return None
     instructions = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
-    identity = [*_KERNEL_FLAGS, instructions, cpu_model(), cpu_features(), _KERNEL_SOURCE.read_text()]
+    texts = [source.read_text() for source in (_KERNEL_SOURCE, _KERNEL_HEADER)]
+    identity = [*_KERNEL_FLAGS, instructions, cpu_model(), cpu_features(), *texts]
     folder = cache_folder("blas")
     target = folder / f"libsgemm-{hashlib.sha256(' '.join(identity).encode()).hexdigest()[:16]}.so"
     if not target.exists():

@@ -32,9 +32,10 @@ from headrace.errors import StartupError
 from headrace.runner import cpu_products
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention import native_attention
-from headrace.runner.attention.dispatch import install
-from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel
+from headrace.runner.attention.dispatch import AttentionDispatcher, install
+from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel, model_forms
 from headrace.runner.attention.native_check import NativeChoice, choose_native
+from headrace.runner.attention.prefill_check import choose_prefill
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.context_cost import measure_context_cost
 from headrace.runner.cpu_operations import CpuOperations, load_operations
@@ -202,8 +203,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     found = read_layout(model, block_size, config.kv_cache_dtype)
     install()
     softcap = substitute_softcapped_attention(model)
-    choice = _kernel_choice(files, found, softcap, head_major, operations)
-    install(choice.kernel)
+    choice, bound = _bind_attention(files, found, softcap, head_major, operations)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
     compiled = config.compile if config.compile is not None else not head_major
@@ -224,7 +224,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         raise StartupError(
             "a compiled decode step needs native attention, which this machine has not: drop compile"
         )
-    cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, choice.note))
+    cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, bound))
     known = cache.read()
     if known is None:
         options = choose_options(
@@ -248,14 +248,23 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     )
 
 
-def _kernel_choice(
+def _bind_attention(
     files: ModelFiles, found: ModelLayout, softcap: float, head_major: bool, operations: CpuOperations | None
-) -> KernelChoice | NativeChoice:
-    """The device's own attention, if there is one that is right and faster on this model's layers."""
+) -> tuple[KernelChoice | NativeChoice, list[str]]:
+    """Bind the device's own attention where it is right and faster on the model's layers; also its classes."""
     heads = positive_int(text_fields(files.config), "num_attention_heads") or 1
     if head_major:
-        return choose_native(operations, found, heads, softcap)
-    return choose_model_kernel(found, heads, softcap)
+        native = choose_native(operations, found, heads, softcap)
+        return native, _classes(install(native.kernel))
+    decode = choose_model_kernel(found, heads, softcap)
+    prefill = choose_prefill(model_forms(found, heads, softcap), found.layout.block_size)
+    bound = install(decode.kernel, prefill.kernel)
+    notes = "; ".join(note for note in (decode.note, prefill.note) if note)
+    return replace(decode, note=notes), _classes(bound)
+
+
+def _classes(bound: AttentionDispatcher) -> list[str]:
+    return [type(kernel).__name__ for kernel in bound.kernels]
 
 
 def _vocab_size(model: nn.Module, selector: HeadSelector) -> int:

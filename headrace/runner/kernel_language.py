@@ -59,7 +59,13 @@ def compact(source: str) -> str:
 
 
 def cuda_kernel(
-    *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    shared_memory: int = 0,
 ) -> Any:
     """``mx.fast.cuda_kernel``, with header and source moved into files that the kernel's text includes.
 
@@ -89,6 +95,7 @@ def cuda_kernel(
         output_names=list(output_names),
         source=kernel_source.source,
         header=kernel_source.header,
+        shared_memory=shared_memory,
     )
     return made if cache is None else CachedKernel(made, kernel_source, cache)
 

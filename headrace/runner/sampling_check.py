@@ -1,31 +1,42 @@
-"""Whether this device samples by kernels of our own: they must choose the tokens that MLX's operations choose, at
-no higher cost. Decided at start, on logits that are made up, for the model's vocabulary."""
+"""Whether this device samples by kernels of our own: their tokens must be those of the definition, at no higher
+cost than by MLX's operations. Decided at start, on logits that are made up, for the model's vocabulary.
+
+The definition is computed on the host, and of MLX's operations only the argmax is timed: MLX compiles each
+operation that it meets for the first time, half a minute for all that sampling takes. Of the others a bound is
+known: noise is a pass over the logits more than an argmax, truncation a sort of them.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 
+from headrace.runner.attention.online_softmax import after
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.sampler import sample
-from headrace.runner.sampling_batch import RandomRows, SamplingBatch, Truncation, random_key
+from headrace.runner.sampling_batch import SamplingBatch, random_key
+from headrace.runner.sampling_definition import Asked, fault, random_rows
 from headrace.runner.sampling_kernel import BATCH_KINDS, SamplingKernel, batch_kind
 from headrace.runner.timing import no_slower
 
 log = logging.getLogger("headrace.runner")
 
-# Temperature, top_k, top_p, min_p; 0, 2 and 0 are off. Every top_p with every top_k, flat rows and steep ones.
+# Every top_p with every top_k, flat rows and steep ones.
 _GRID = [
-    (temperature, top_k, top_p, min_p)
+    Asked(temperature, top_k, top_p, min_p)
     for (temperature, min_p), top_k, top_p in product(
-        ((0.7, 0.0), (1.5, 0.02), (4.0, 0.0)), (0, 1, 40, 2000), (0.1, 0.95, 2.0)
+        ((0.7, 0.0), (1.5, 0.02), (4.0, 0.0)), (0, 1, 40, 2000), (0.1, 0.95, 1.0)
     )
 ]
 TIMED_ROWS = 8
+# Argmaxes of the same logits that MLX's way takes at least as long as: one; the noise is a pass of its own; a sort
+# by radix reads and writes its keys four times and more.
+_LEAST_ARGMAXES = {"greedy": 1, "random": 2, "truncated": 8}
 
 
 def choose_sampling(
@@ -42,67 +53,68 @@ def choose_sampling(
     if kernel is None:
         return None
     try:
-        logits = _logits(len(_GRID), vocab)
+        logits = mx.random.normal((len(_GRID), vocab), key=mx.random.key(11)) * 3
         if not kernel.takes(logits, None):
             return None
         compile_ahead(lambda: [kernel(logits.astype(kind), None) for kind in {mx.float32, dtype}])
-        fault = first_fault(kernel, logits)
-        if fault is None:
+        found = first_fault(kernel, logits)
+        if found is None:
             kernel.used_for = frozenset(_gaining(kernel, logits[:TIMED_ROWS]))
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
-        fault = (str(error).splitlines() or [type(error).__name__])[0][:160]
-    if fault is not None:
-        log.warning("sampling by MLX's operations: %s", fault)
+        found = (str(error).splitlines() or [type(error).__name__])[0][:160]
+    if found is not None:
+        log.warning("sampling by MLX's operations: %s", found)
         return None
     log.info("sampling by own kernels: %s", ", ".join(sorted(kernel.used_for)) or "none is quicker")
     return kernel if kernel.used_for else None
 
 
 def first_fault(kernel: SamplingKernel, logits: mx.array) -> str | None:
-    """The first kind of batch for which the kernels choose another token than MLX's operations do."""
+    """The first row of float32 ``logits [R, V]`` whose token is not the definition's, of any kind of batch."""
+    read = np.array(logits)
     for kind in BATCH_KINDS:
-        batch = batch_of(kind, logits.shape[0], logits.shape[1])
-        mine = sample(logits, batch, own=kernel)
-        usual = sample(logits, batch)
-        differing = int(np.array((mine.tokens != usual.tokens) | (mine.finite != usual.finite)).sum())
-        if differing:
-            return f"{differing} of {logits.shape[0]} {kind} rows differ"
+        asked = asked_of(kind, logits.shape[0])
+        drawn = sample(logits, SamplingBatch(random_rows(asked, logits.shape[1])), own=kernel)
+        tokens, finite = np.array(drawn.tokens).tolist(), np.array(drawn.finite).tolist()
+        for row, (one, token) in enumerate(zip(asked, tokens, strict=True)):
+            found = fault(read[row], one, token) if finite[row] else "said not to be finite"
+            if found is not None:
+                return f"{kind} rows differ: {found}"
     return None
 
 
-def batch_of(kind: str, rows: int, vocab: int) -> SamplingBatch:
-    """A batch of one kind: the grid's parameters in turn."""
+def asked_of(kind: str, rows: int) -> list[Asked]:
+    """Rows of one kind of batch: the grid's parameters in turn."""
     if kind == "greedy":
-        return SamplingBatch()
-    asked = [_GRID[row % len(_GRID)] for row in range(rows)]
-    keys = np.array([random_key(row, 7) for row in range(rows)], np.uint32)
-    truncation = Truncation(
-        np.array([min(k, vocab) or vocab for _, k, _, _ in asked], np.int32),
-        np.array([p for _, _, p, _ in asked], np.float32),
-        np.array([p for _, _, _, p in asked], np.float32),
-        bounded=False,
-    )
-    temperatures = np.array([temperature for temperature, *_ in asked], np.float32)
-    given = truncation if kind == "truncated" else None
-    return SamplingBatch(random=RandomRows(None, temperatures, keys[:, 0], keys[:, 1], given))
-
-
-def _logits(rows: int, vocab: int) -> mx.array:
-    logits = mx.random.normal((rows, vocab), key=mx.random.key(11)) * 3
-    mx.eval(logits)
-    return logits
+        return [Asked(temperature=0.0)] * rows
+    made = []
+    for row in range(rows):
+        add, multiply = random_key(row, 7)
+        one = replace(_GRID[row % len(_GRID)], add=add, multiply=multiply)
+        made.append(one if kind == "truncated" else Asked(one.temperature, add=add, multiply=multiply))
+    return made
 
 
 def _gaining(kernel: SamplingKernel, logits: mx.array) -> list[str]:
     """Kinds of batches for which the kernels are no slower."""
     found = []
     for kind in BATCH_KINDS:
-        batch = batch_of(kind, *logits.shape)
+        random = random_rows(asked_of(kind, logits.shape[0]), logits.shape[1])
 
-        def run(own: SamplingKernel | None, batch: SamplingBatch = batch) -> mx.array:
+        def run(own: SamplingKernel | None, batch: SamplingBatch) -> mx.array:
             return sample(logits, batch, own=own).tokens
 
-        if no_slower(partial(run, kernel), partial(run, None)):
-            found.append(batch_kind(batch.random))
+        argmaxes = partial(_argmaxes, logits, _LEAST_ARGMAXES[kind])
+        if no_slower(partial(run, kernel, SamplingBatch(random)), argmaxes):
+            found.append(batch_kind(random))
     return found
+
+
+def _argmaxes(logits: mx.array, count: int) -> mx.array:
+    """Tokens ``[R]`` of ``logits``, found ``count`` times, one after another."""
+    tokens = sample(logits, SamplingBatch()).tokens
+    for _ in range(count - 1):
+        logits = after(logits, [tokens])
+        tokens = sample(logits, SamplingBatch()).tokens
+    return tokens

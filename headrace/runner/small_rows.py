@@ -54,8 +54,8 @@ Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
 # Our kernel over plain or over packed weights, MLX's product over plain ones or over those that there are.
 Way = Literal["kernel", "packed kernel", "library"]
-# From so many rows on, weights are unpacked for MLX's product. Its product over packed ones is then another kernel,
-# which it compiles when it is first called, for half a minute on an H200.
+# From so many rows on, weights are unpacked for MLX's product. That over packed ones is then another kernel, which
+# MLX compiles when it is first called, for half a minute on an H200.
 LEAST_UNPACKED = 8
 
 

@@ -26,6 +26,7 @@ from headrace.runner.model_runner import RunnerOptions
 
 # Whose versions decide how a model computes.
 PACKAGES = ("mlx", "mlx-lm", "numpy")
+_SOURCES = (".py", ".cpp", ".h")
 
 
 class StartFacts(msgspec.Struct, frozen=True):
@@ -106,7 +107,7 @@ def start_key(files: ModelFiles, config: EngineConfig, device: Device, *extra: o
     folder = files.path if files.kind == "folder" else files.path.parent
     parts = _states(folder / name for name in [*sorted(files.weight_files), "config.json"])
     package = Path(headrace.__file__).parent
-    parts += _states(sorted(package.rglob("*.py")))
+    parts += _states(sorted(file for file in package.rglob("*") if file.suffix in _SOURCES))
     parts += [f"{name} {version(name)}" for name in PACKAGES]
     config = msgspec.structs.replace(config, replaces=False)
     parts += [device.kind, device.name, repr(config), *map(repr, extra)]

@@ -31,12 +31,19 @@ TYPES = {
 
 class EmulatedKernel:
     def __init__(
-        self, folder: Path, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str
+        self,
+        folder: Path,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+        shared_memory: int,
     ) -> None:
         assert MACHINE in header or "asm" not in header or "#ifdef __CUDACC__" in header
         self._folder = folder
         self._names = list(input_names), list(output_names)
         self._source, self._header = source, header.replace(MACHINE, "")
+        self._shared_memory = shared_memory
 
     def __call__(
         self,
@@ -86,7 +93,8 @@ class EmulatedKernel:
           {self._source}
           }}
           extern "C" void run(uint grid_x, uint grid_y, uint grid_z, uint threads, {signature}) {{
-            shim::launch_cuda({{grid_x, grid_y, grid_z}}, int(threads), [&] {{ kernel({arguments}); }});
+            shim::launch_cuda({{grid_x, grid_y, grid_z}}, int(threads), [&] {{ kernel({arguments}); }},
+                              {self._shared_memory});
           }}"""
         stem = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         if not stem.with_suffix(".so").exists():
@@ -115,7 +123,15 @@ def device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 def emulated(folder: Path) -> Any:
     """A stand-in for ``cuda_kernel``; compiled kernels go to ``folder``."""
 
-    def make(*, name: str, input_names: Any, output_names: Any, source: str, header: str = "") -> EmulatedKernel:
-        return EmulatedKernel(folder, input_names, output_names, source, header)
+    def make(
+        *,
+        name: str,
+        input_names: Any,
+        output_names: Any,
+        source: str,
+        header: str = "",
+        shared_memory: int = 0,
+    ) -> EmulatedKernel:
+        return EmulatedKernel(folder, input_names, output_names, source, header, shared_memory)
 
     return make

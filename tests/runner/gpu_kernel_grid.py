@@ -86,7 +86,7 @@ def _pairs(case: Case) -> set[tuple[str, object, str, object]]:
 
 
 def compilations(chosen: list[Case]) -> int:
-    """Kernels that MLX compiles for these forms."""
+    """Kernels that MLX compiles for these forms; by tensor cores, up to three for each that is not split."""
     combined = {(c.dtype, c.widths[1], c.heads, c.sinks) for c in chosen if c.splits > 1}
     return len(chosen) + len(combined)
 
@@ -98,10 +98,9 @@ def cases(form: Case) -> Iterator[Case]:
 
 def run_form(kernel: PagedDecodeKernel, form: Case) -> list[str]:
     """What is wrong with a form's cases."""
-    # As few blocks as possible keep the device busy: one split; or more than there are, however little each reads:
-    # the most splits, empty ones too.
-    paged_decode.BUSY_BLOCKS = 0 if form.splits == 1 else 1 << 20
-    paged_decode.MIN_SPLIT_ELEMENTS = 1
+    # One split, or the most that there can be, empty ones too.
+    splits = 1 if form.splits == 1 else paged_decode.MAX_SPLITS
+    paged_decode.Form.splits = lambda *_: splits  # type: ignore[method-assign]
     faults = []
     for case in cases(form):
         try:
@@ -127,7 +126,7 @@ def run_grid(
     kernel = PagedDecodeKernel.for_device(tiles=tiles)
     assert kernel is not None
     chosen, start = forms()[part::jobs], time.monotonic()
-    usual = paged_decode.BUSY_BLOCKS, paged_decode.MIN_SPLIT_ELEMENTS
+    usual = paged_decode.Form.splits
     report(f"{len(chosen)} forms, {compilations(chosen)} compilations")
     faults: list[str] = []
     try:
@@ -145,7 +144,7 @@ def run_grid(
             for line in found:
                 report(f"    {line}")
     finally:
-        paged_decode.BUSY_BLOCKS, paged_decode.MIN_SPLIT_ELEMENTS = usual
+        paged_decode.Form.splits = usual  # type: ignore[method-assign]
     report(f"{len(faults)} faults, {time.monotonic() - start:.0f} s")
     return faults
 
@@ -155,7 +154,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=225.0)
     parser.add_argument("--jobs", type=int, default=4, help="processes on the one GPU")
     parser.add_argument("--part", type=int, help="one of them, from 0 on")
-    parser.add_argument("--no-tiles", action="store_true", help="packed pools without tensor cores")
+    parser.add_argument("--no-tiles", action="store_true", help="without tensor cores")
     args = parser.parse_args()
     if mx.default_device() != mx.gpu:
         print("needs a GPU: MLX computes on the CPU here")

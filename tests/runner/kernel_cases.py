@@ -131,8 +131,8 @@ def slots_of(table: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
 def definition(case: Case, queries: mx.array, view: LayerView, sinks: mx.array | None) -> np.ndarray:
     """``[B, H, value_dim]`` float64: softmax of scaled products, by its definition, of what the pool holds."""
     pool, layer = view.pool, case.layer
-    keys = _vectors(pool.keys[0], pool.key_affine[0], layer.key_packing)
-    values = _vectors(pool.values[0], pool.value_affine[0], layer.value_packing)
+    keys = vectors(pool.keys[0], pool.key_affine[0], layer.key_packing)
+    values = vectors(pool.values[0], pool.value_affine[0], layer.value_packing)
     asked = np.array(queries.astype(mx.float32), np.float64)[:, :, 0]
     tables, firsts = np.array(view.group.tables), view.group.firsts
     out = np.zeros((len(case.lengths), case.heads, layer.value_dim))
@@ -152,7 +152,7 @@ def definition(case: Case, queries: mx.array, view: LayerView, sinks: mx.array |
     return out
 
 
-def _vectors(array: mx.array, affine: tuple[mx.array, ...], packing: VectorPacking | None) -> np.ndarray:
+def vectors(array: mx.array, affine: tuple[mx.array, ...], packing: VectorPacking | None) -> np.ndarray:
     """``[slots, kv_heads, dim]`` float64 of a pool array; codes are unpacked here, not by MLX."""
     if packing is None:
         return np.array(array.astype(mx.float32), np.float64)

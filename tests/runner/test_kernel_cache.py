@@ -7,6 +7,7 @@ import logging
 import re
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from cuda_forms import all_kernels, blank_kernel, recorded
 from tiny_models import tiny_model
 
 from headrace.runner import kernel_cache, kernel_language
-from headrace.runner.attention import paged_decode_source
+from headrace.runner.attention import kernel_check, paged_decode_source
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import choose_kernel
 from headrace.runner.attention.paged_decode import CUDA_FLOATS, PagedDecodeKernel
@@ -342,13 +343,20 @@ def test_the_attention_check_compiles_its_kernels_together(
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
 
-    def made() -> PagedDecodeKernel:
-        return PagedDecodeKernel(cuda_kernel, paged_decode_source.CUDA_PRELUDE, CUDA_FLOATS)
+    def made(*, tiles: bool = True) -> PagedDecodeKernel:
+        return PagedDecodeKernel(cuda_kernel, paged_decode_source.CUDA_PRELUDE, CUDA_FLOATS, tiles=tiles)
 
     monkeypatch.setattr(PagedDecodeKernel, "for_device", made)
+    monkeypatch.setattr(kernel_check, "_fault", lambda *_: None)
+    monkeypatch.setattr(kernel_check, "best_seconds", lambda run: (run(), 1.0)[1])
     layer = LayerShape(0, 2, 64, 64, mx.bfloat16)
     recorder = recorded(monkeypatch, lambda: choose_kernel(layer, 8, None, 32))
-    assert len(recorder.forms) == 3 and recorder.late == []  # whole, split, combination
+    # By tensor cores whole (by 4, 8 and 16 warps) and split, combination; without, what they are compared with.
+    found = Counter(
+        form.name.removeprefix("custom_kernel_").split("_bfloat16")[0] for form in recorder.forms.values()
+    )
+    assert found == {"tile_decode": 3, "tile_decode_split": 1, "paged_decode_combine": 1, "paged_decode_plain": 1}
+    assert recorder.late == []
 
 
 @pytest.mark.parametrize(("name", "least"), [("llama", 6), ("qwen3_moe", 9)])

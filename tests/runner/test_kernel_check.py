@@ -76,7 +76,20 @@ def test_without_tensor_cores_where_those_are_wrong(
     monkeypatch.setattr(PagedDecodeKernel, "for_device", staticmethod(made))
     assert choose_kernel(replace(LAYER, bits=8), 4, None, 16).kernel is kernel
     assert choose_kernel(replace(LAYER, bits=8, key_dim=96), 4, None, 16).kernel is None
-    assert choose_kernel(LAYER, 4, None, 16).kernel is None
+    assert choose_kernel(LAYER, 4, None, 16).kernel is kernel
+    assert choose_kernel(replace(LAYER, dtype=mx.float32), 4, None, 16).kernel is None
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_the_quicker_of_two_right_ones(
+    kernel: ReferenceInItsPlace, slower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_tiles = ReferenceInItsPlace()
+    monkeypatch.setattr(
+        PagedDecodeKernel, "for_device", staticmethod(lambda *, tiles=True: by_tiles if tiles else kernel)
+    )
+    monkeypatch.setattr(kernel_check, "no_slower", lambda new, old: (new(), old(), not slower)[2])
+    assert choose_kernel(LAYER, 4, None, 16).kernel is (kernel if slower else by_tiles)
 
 
 def test_a_slower_one_is_not(kernel: ReferenceInItsPlace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,22 @@ def test_facts_come_back_and_damage_is_nothing(model: Path) -> None:
     assert cache.read() is None
 
 
+def test_what_was_measured_on_the_way_does_not_matter(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are timed at every start, and said so; the facts of the same kernels are found all the same."""
+    config = EngineConfig(model=str(model), kv_memory_bytes=64 << 20, max_num_seqs=4)
+    usual, keys = build.start_key, []
+    monkeypatch.setattr(build, "start_key", lambda *words: keys.append(usual(*words)) or keys[-1])
+    choose = build.choose_native
+    for microseconds in (40, 41):
+        monkeypatch.setattr(
+            build,
+            "choose_native",
+            lambda *words, us=microseconds: replace(choose(*words), note=f"{us} us a layer"),
+        )
+        build.build_runner(config, lambda stage, fraction: None)
+    assert len(keys) == 2 and keys[0] == keys[1]
+
+
 def test_a_second_start_plans_the_same_without_the_check(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(model), kv_memory_bytes=64 << 20, max_num_seqs=4)
     first = build.build_runner(config, lambda stage, fraction: None)

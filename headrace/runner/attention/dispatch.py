@@ -30,13 +30,13 @@ class AttentionKernel(Protocol):
 class AttentionDispatcher:
     """Callable with mlx-lm's signature; acts on the handle that a ``LayerView`` returned, not on ``cache``.
 
-    ``wrapped`` is the original function, for models that run on mlx-lm's own caches. ``kernel``, where there is
-    one, takes the forwards it supports; the reference takes the rest.
+    ``wrapped`` is the original function, for models that run on mlx-lm's own caches. The first of ``kernels`` that
+    supports a forward takes it; the reference takes the rest.
     """
 
-    def __init__(self, kernel: AttentionKernel | None = None) -> None:
+    def __init__(self, *kernels: AttentionKernel) -> None:
         self.wrapped = original_attention()
-        self.kernel = kernel
+        self.kernels = kernels
 
     def __call__(
         self,
@@ -58,13 +58,14 @@ class AttentionDispatcher:
             window = mask.window
         elif isinstance(mask, mx.array):
             raise TypeError("the model brings its own attention mask")
-        if self.kernel is not None and self.kernel.supports(queries, keys.view):
-            return self.kernel(queries, keys.view, scale, window, sinks, softcap)
+        for kernel in self.kernels:
+            if kernel.supports(queries, keys.view):
+                return kernel(queries, keys.view, scale, window, sinks, softcap)
         return paged_attention(queries, keys.view, scale, window, sinks, softcap)
 
 
-def install(kernel: AttentionKernel | None = None) -> AttentionDispatcher:
+def install(*kernels: AttentionKernel | None) -> AttentionDispatcher:
     """Bind a dispatcher in all loaded mlx-lm model modules; call again after importing another one."""
-    dispatcher = AttentionDispatcher(kernel)
+    dispatcher = AttentionDispatcher(*(kernel for kernel in kernels if kernel is not None))
     bind_attention(dispatcher)
     return dispatcher

@@ -16,17 +16,23 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.paged_decode import PagedDecodeKernel, refusal, takes_tiles
+from headrace.runner.attention.paged_decode import PagedDecodeKernel, blocks_per_row, refusal, takes_tiles
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
-from headrace.runner.timing import best_seconds
+from headrace.runner.timing import best_seconds, no_slower
 
 # Largest difference of an output of unit scale, by bytes of the dtype.
 TOLERANCE = {4: 2e-3, 2: 3e-2}
+# Thread blocks of the batches that are checked.
+CHECKED_BLOCKS = (1, 200, 400)
+# Rows over which two kernels are compared: so much to read that the device takes longer than the host.
+LOADED_BYTES = 64 << 20
+LOADED_CONTEXT = 512
+MAX_LOADED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +67,58 @@ def choose_kernel(layer: LayerShape, heads: int, window: int | None, block_size:
 
 
 def choose_model_kernel(found: ModelLayout, heads: int, softcap: float = 0.0) -> KernelChoice:
-    """The same over all layers of a model; those without KV of their own are left out."""
+    """The same over all layers of a model."""
+    return _choose(model_forms(found, heads, softcap), found.layout.block_size)
+
+
+def model_forms(found: ModelLayout, heads: int, softcap: float) -> Counter[LayerForm]:
+    """How many layers of a model have each form; those without KV of their own are left out."""
     windows = [group.window for group in found.layout.groups]
-    forms = Counter(
+    return Counter(
         LayerForm(replace(layer, group=0), max(heads, layer.kv_heads), windows[layer.group], softcap)
         for layer in found.layers
         if layer.key_dim > 1
     )
-    return _choose(forms, found.layout.block_size)
 
 
 def _choose(forms: Mapping[LayerForm, int], block_size: int) -> KernelChoice:
     """``forms``: how many layers have each."""
     choice = _judged(PagedDecodeKernel.for_device, forms, block_size)
-    by_tiles = not mx.metal.is_available() and any(takes_tiles(form.layer, block_size) for form in forms)
-    if choice.kernel is not None or not by_tiles:
+    tiled = [form for form in forms if takes_tiles(form.layer, block_size)]
+    if mx.metal.is_available() or not tiled:
         return choice
-    # Tensor cores read packed pools wrongly here, or slowly: without them another kernel does.
-    other = _judged(partial(PagedDecodeKernel.for_device, tiles=False), forms, block_size)
+    plain = partial(PagedDecodeKernel.for_device, tiles=False)
+    if choice.kernel is not None and not _loses(choice.kernel, plain, tiled, block_size):
+        return choice
+    # Tensor cores read pools wrongly here, or slowly: without them another kernel does.
+    other = _judged(plain, forms, block_size)
     return choice if other.kernel is None else other
+
+
+def _loses(
+    kernel: PagedDecodeKernel,
+    make: Callable[[], PagedDecodeKernel | None],
+    forms: Iterable[LayerForm],
+    block_size: int,
+) -> bool:
+    """Whether the kernel takes longer than another in some form, over pools that keep the device busy."""
+    try:
+        other = make()
+        cases = [(form, _loaded_case(form, block_size)) for form in forms]
+
+        def run(by: PagedDecodeKernel | None, form: LayerForm, case: tuple[mx.array, LayerView]) -> mx.array:
+            assert by is not None
+            return by(*case, form.layer.key_dim**-0.5, form.window, None, form.softcap)
+
+        compile_ahead(lambda: [run(by, *case) for by in (kernel, other) for case in cases])
+        return not all(no_slower(partial(run, kernel, *case), partial(run, other, *case)) for case in cases)
+    except Exception:
+        return False  # another kernel that fails is no better
+
+
+def _loaded_case(form: LayerForm, block_size: int) -> tuple[mx.array, LayerView]:
+    rows = max(1, min(MAX_LOADED_ROWS, LOADED_BYTES // (LOADED_CONTEXT * form.layer.bytes_per_token)))
+    return random_case(form.layer, form.heads, [LOADED_CONTEXT] * rows, block_size, form.window)
 
 
 def _judged(
@@ -123,11 +162,11 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
         return reason
     if form.heads % layer.kv_heads:
         return f"{form.heads} query heads cannot share {layer.kv_heads} KV heads evenly"
-    for lengths in _checked_lengths(block_size):
+    for lengths in _checked_lengths(form, block_size):
         queries, view = random_case(layer, form.heads, lengths, block_size, form.window)
         scale = layer.key_dim**-0.5
         options = (scale, form.window, None, form.softcap)
-        expected = paged_attention(queries.astype(mx.float32), _unrounded(view), *options)
+        expected = paged_attention(queries.astype(mx.float32), float32_view(view), *options)
         got = kernel(queries, view, *options).astype(mx.float32)
         worst = float(np.array(mx.max(mx.abs(expected - got))))
         if not worst <= TOLERANCE.get(layer.dtype.size, 3e-2):
@@ -135,21 +174,22 @@ def _fault(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> str |
     return None
 
 
-def _checked_lengths(block_size: int) -> tuple[list[int], list[int]]:
-    """Few rows split the context, many do not: both kernels of a form run."""
+def _checked_lengths(form: LayerForm, block_size: int) -> list[list[int]]:
+    """Batches that bring every compiled form: few rows split the context, more are whole, by ever fewer warps."""
     mixed = [1, block_size, block_size + 1, 5 * block_size - 3, 2100, 33, 700, 1]
-    return mixed, [1 + 37 * row % 211 for row in range(96)]
+    counts = sorted({max(3, blocks // blocks_per_row(form.layer, form.heads)) for blocks in CHECKED_BLOCKS})
+    return [mixed, [5, 500, 100], *([1 + 37 * row % 211 for row in range(rows)] for rows in counts)]
 
 
 def _called(kernel: PagedDecodeKernel, forms: Iterable[LayerForm], block_size: int) -> None:
     """Call the kernels that the check will run, without evaluating anything."""
     for form in forms:
-        for lengths in _checked_lengths(block_size):
+        for lengths in _checked_lengths(form, block_size):
             queries, view = random_case(form.layer, form.heads, lengths, block_size, form.window)
             kernel(queries, view, form.layer.key_dim**-0.5, form.window, None, form.softcap)
 
 
-def _unrounded(view: LayerView) -> LayerView:
+def float32_view(view: LayerView) -> LayerView:
     """The same keys and values as float32, not packed: the reference would round what it unpacks to 16 bits."""
     pool, layer = view.pool, view.pool.layers[0]
     exact = KVPool([replace(layer, bits=None, dtype=mx.float32)], [1], pool.block_size, head_major=False)

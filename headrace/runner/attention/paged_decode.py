@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from headrace.runner.attention import packed_decode_source as packed_source
 from headrace.runner.attention import paged_decode_source as source
+from headrace.runner.attention import tile_decode_source as tile_source
 from headrace.runner.device_arrays import DeviceConstants
 from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.kv_packing import scale_dtype
@@ -32,6 +33,17 @@ MAX_WIDTH = 1024
 # Floats per thread for queries and outputs. Threads of an Apple GPU have half the registers of CUDA's.
 CUDA_FLOATS = 128
 METAL_FLOATS = 64
+# By tensor cores: multiprocessors of a large GPU, and warps of 128 registers that one of them holds.
+MULTIPROCESSORS = 132
+RESIDENT_WARPS = 16
+# Bytes of a pool that one block reads in about the time of the second kernel; what a split is worth starting for;
+# and beyond which rows of unlike lengths would keep single blocks busy for long.
+WHOLE_BYTES = 256 << 10
+SPLIT_BYTES = 64 << 10
+LONG_BYTES = 2 << 20
+# Widest vectors of 16 bits, and the widest keys and values together of which 128 registers hold a tile.
+MAX_TILE_WIDTH = 256
+NARROW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,8 @@ class Form:
     ) -> Form:
         """``floats``: per thread, for queries and outputs; ``tiles``: whether there are tensor cores to use."""
         if tiles and takes_tiles(layer, block_size):
-            queries = heads // layer.kv_heads
-            per_block = max(part for part in range(1, 9) if queries % part == 0)
-            batch = 2 if layer.key_dim + layer.value_dim == 128 else 1
+            per_block = heads // blocks_per_row(layer, heads)
+            batch = 2 if layer.key_dim + layer.value_dim <= 128 else 1
             return Form(layer, heads, block_size, 0, per_block, batch, has_sinks, has_softcap, by_tiles=True)
         lanes = _lanes(layer.key_dim, layer.value_dim)
         pieces = _pieces(layer.key_dim, lanes) + _pieces(layer.value_dim, lanes)
@@ -75,7 +86,7 @@ class Form:
         batch = 4 if 4 * (width * pieces + per_block) <= (CUDA_FLOATS - per_block * pieces * 8) // 2 + 32 else 2
         return Form(layer, heads, block_size, lanes, per_block, batch, has_sinks, has_softcap)
 
-    def template(self, *, whole: bool) -> list[tuple[str, Any]]:
+    def template(self, *, whole: bool, warps: int = source.WARPS) -> list[tuple[str, Any]]:
         """Constants of the decode kernel; ``whole``: one split, which writes the result and so knows the sinks."""
         layer = self.layer
         constants: list[tuple[str, Any]] = [
@@ -94,8 +105,9 @@ class Form:
             constants.append(("HAS_SINKS", int(self.has_sinks)))
         key, value = layer.key_packing, layer.value_packing
         if self.by_tiles:
-            constants = [constant for constant in constants if constant[0] != "LP"]
-            constants += [("S", scale_dtype(layer.dtype)), ("BITS", layer.bits)]
+            constants = [constant for constant in constants if constant[0] != "LP"] + [("W", warps)]
+            if layer.bits is not None:
+                constants += [("S", scale_dtype(layer.dtype)), ("BITS", layer.bits)]
         elif key is not None and value is not None:
             constants += [("S", scale_dtype(layer.dtype)), ("GK", key.group_size), ("GV", value.group_size)]
         return constants
@@ -111,10 +123,39 @@ class Form:
 
     def splits(self, rows: int, context: int) -> int:
         """How often ``context`` positions are split, for enough blocks."""
-        blocks = rows * self.heads // self.queries_per_block
+        blocks = self._blocks(rows)
+        if self.by_tiles:
+            nbytes = context * self.layer.bytes_per_token // self.layer.kv_heads
+            splits = nbytes // LONG_BYTES
+            if nbytes > WHOLE_BYTES and 4 * blocks < 3 * MULTIPROCESSORS:
+                splits = max(splits, min(2 * MULTIPROCESSORS // blocks, nbytes // SPLIT_BYTES))
+            return max(1, min(MAX_SPLITS, splits))
         elements = context * (self.layer.key_dim + self.layer.value_dim)
         most = max(1, min(MAX_SPLITS, elements // MIN_SPLIT_ELEMENTS))
         return min(most, max(1, -(-BUSY_BLOCKS // blocks)))
+
+    def warps(self, rows: int, context: int, splits: int) -> int:
+        """Warps that share one split: as many as the device holds beside each other, and find tokens to read."""
+        if not self.by_tiles:
+            return source.WARPS
+        resident = RESIDENT_WARPS if self.narrow else RESIDENT_WARPS // 2
+        if splits > 1:
+            return 8
+        warps = resident
+        while warps > 4 and self._blocks(rows) * warps > MULTIPROCESSORS * resident:
+            warps //= 2
+        while warps > 4 and (warps // 2) * 16 * self.batch >= context:
+            warps //= 2
+        return warps
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the tensor-core form needs no more than 128 registers."""
+        key, value = self.layer.key_dim, self.layer.value_dim
+        return self.layer.bits is not None or (key + value <= NARROW and 2 * value <= NARROW)
+
+    def _blocks(self, rows: int) -> int:
+        return rows * self.heads // self.queries_per_block
 
 
 def input_names(bits: int | None) -> list[str]:
@@ -130,7 +171,7 @@ class PagedDecodeKernel:
         make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
         prelude: the matching prelude.
         floats: per thread, for queries and outputs.
-        tiles: whether packed pools of widths that fit are read by tensor cores (``packed_decode_source.py``).
+        tiles: whether pools of widths that fit are read by tensor cores (``tile_decode_source.py``).
     """
 
     def __init__(self, make: Callable[..., Any], prelude: str, floats: int, *, tiles: bool = False) -> None:
@@ -151,17 +192,8 @@ class PagedDecodeKernel:
                 header=prelude + source.defines(bits, whole=False),
                 **common,
             )
-        self._tiled = [
-            make(
-                name=f"packed_decode{'' if whole else '_split'}",
-                input_names=input_names(8),
-                output_names=["out"] if whole else ["part_out", "stats"],
-                source=packed_source.BODY,
-                header=source.defines(None, whole=whole) + packed_source.HEADER,
-            )
-            for whole in (False, True)
-            if tiles
-        ]
+        self._make = make
+        self._tiled: dict[tuple[bool, bool, bool, int], Any] = {}
         self._combine = make(
             name="paged_decode_combine",
             input_names=["parts", "stats", "sizes", "sinks"],
@@ -211,10 +243,13 @@ class PagedDecodeKernel:
         tables = view.group.tables
         assert tables is not None
         context = tables.shape[1] * pool.block_size
-        splits = form.splits(rows, context if window is None else min(context, window))
+        if window is not None:
+            context = min(context, window)
+        splits = form.splits(rows, context)
+        warps = form.warps(rows, context, splits)
         sizes = self._constants.get((tables.shape[1], splits, window or 0), mx.int32)
         sink_values = self._constants.get((), mx.float32) if sinks is None else sinks.astype(mx.float32)
-        threads = source.WARPS * 32
+        kernel = self._kernel(form, warps, whole=splits == 1)
         launch = {
             "inputs": [
                 queries,
@@ -224,17 +259,15 @@ class PagedDecodeKernel:
                 sink_values,
                 self._mark(pool, view.layer),
             ],
-            "template": form.template(whole=splits == 1),
-            "grid": (splits * threads, heads // form.queries_per_block, rows),
-            "threadgroup": (threads, 1, 1),
+            "template": form.template(whole=splits == 1, warps=warps),
+            "grid": (splits * warps * 32, heads // form.queries_per_block, rows),
+            "threadgroup": (warps * 32, 1, 1),
         }
         result = {"output_shapes": [(rows, heads, 1, layer.value_dim)], "output_dtypes": [layer.dtype]}
         if splits == 1:
-            kernel = self._tiled[1] if form.by_tiles else self._whole[layer.bits]
             out: mx.array = kernel(**launch, **result)[0]
         else:
             per_split = [(rows, heads, splits, layer.value_dim), (rows, heads, splits, 2)]
-            kernel = self._tiled[0] if form.by_tiles else self._split[layer.bits]
             parts = kernel(output_shapes=per_split, output_dtypes=[mx.float32, mx.float32], **launch)
             out = self._combine(
                 inputs=[*parts, sizes, sink_values],
@@ -244,6 +277,27 @@ class PagedDecodeKernel:
                 **result,
             )[0]
         return out
+
+    def _kernel(self, form: Form, warps: int, *, whole: bool) -> Any:
+        bits = form.layer.bits
+        if not form.by_tiles:
+            return (self._whole if whole else self._split)[bits]
+        key = bits is None, form.narrow, whole, warps
+        if key not in self._tiled:
+            resident = RESIDENT_WARPS if form.narrow else RESIDENT_WARPS // 2
+            self._tiled[key] = self._make(
+                name=f"{'tile' if bits is None else 'packed'}_decode{'' if whole else '_split'}",
+                input_names=input_names(bits),
+                output_names=["out"] if whole else ["part_out", "stats"],
+                source=tile_source.BODY,
+                header=tile_source.header(
+                    tile_source.PLAIN if bits is None else packed_source.PACKED,
+                    source.defines(None, whole=whole),
+                    threads=warps * 32,
+                    blocks=resident // warps,
+                ),
+            )
+        return self._tiled[key]
 
     def _mark(self, pool: KVPool, layer: int) -> mx.array:
         """What the kernel has to wait for besides its inputs: writes in place, where a pool has them."""
@@ -261,13 +315,20 @@ def refusal(layer: LayerShape) -> str | None:
 
 
 def takes_tiles(layer: LayerShape, block_size: int) -> bool:
-    """Whether tensor cores can read this layer's pool: packed, of widths whose outputs the registers hold."""
-    return (
-        layer.bits is not None
-        and layer.dtype != mx.float32
-        and block_size % 16 == 0
-        and all(dim in (packed_source.GROUP, 2 * packed_source.GROUP) for dim in (layer.key_dim, layer.value_dim))
-    )
+    """Whether tensor cores can read this layer's pool: of widths whose outputs the registers hold."""
+    if layer.dtype == mx.float32 or block_size % 16:
+        return False
+    widths = layer.key_dim, layer.value_dim
+    if layer.bits is None:
+        return all(width % 8 == 0 and width <= MAX_TILE_WIDTH for width in widths)
+    return all(width in (packed_source.GROUP, 2 * packed_source.GROUP) for width in widths)
+
+
+def blocks_per_row(layer: LayerShape, heads: int) -> int:
+    """Thread blocks of a row whose context is not split, with as many queries to a block as can be."""
+    queries = max(1, heads // layer.kv_heads)
+    most = max(part for part in range(1, MAX_QUERIES_PER_BLOCK + 1) if queries % part == 0)
+    return layer.kv_heads * (queries // most)
 
 
 def _lanes(key_dim: int, value_dim: int) -> int:

@@ -113,6 +113,41 @@ def defines(bits: int | None, *, whole: bool) -> str:
     return "\n".join([*lines, *(["#define WHOLE"] if whole else []), ""])
 
 
+# The last part of this body and of ``tile_decode_source.py``'s: sums of SLOTS parts of a block, each relative to
+# the maximum beside it, become results. SUM_AT says where ``sums`` has an element of a part and query.
+END = """
+  for (int i = index; i < GT * DV; i += WARPS * 32) {
+    const int one = i / DV;
+    const int dim = i % DV;
+    float most = tops[one];
+    UNROLL for (int w = 1; w < SLOTS; ++w) most = MAX(most, tops[w * GT + one]);
+    float weight_sum = 0.0f;
+    float sum = 0.0f;
+    UNROLL for (int w = 0; w < SLOTS; ++w) {
+      const float by = EXP2(tops[w * GT + one] - most);
+      weight_sum += weights[w * GT + one] * by;
+      sum += sums[SUM_AT(w, one, dim)] * by;
+    }
+    const int head = row * KV * G + first_query + one;
+#ifdef WHOLE
+      if (HAS_SINKS) {
+        const float sink = float(sinks[first_query + one]) * LOG2E;
+        const float with_sink = MAX(most, sink);
+        const float by = EXP2(most - with_sink);
+        sum *= by;
+        weight_sum = weight_sum * by + EXP2(sink - with_sink);
+      }
+      out[head * DV + dim] = T(sum / weight_sum);
+#else
+      part_out[(long(head) * splits + split) * DV + dim] = sum;
+      if (dim == 0) {
+        stats[(head * splits + split) * 2] = most;
+        stats[(head * splits + split) * 2 + 1] = weight_sum;
+      }
+#endif
+  }
+"""
+
 # Template constants: T, DK and DV elements of a key and a value, G queries per KV head, GT of them per block, KV
 # heads, BS block size, LP lanes per token (a power of two), U tokens per lane group at once, HAS_SOFTCAP; WHOLE,
 # HAS_SINKS; packed, S type of scales and biases, GK and GV elements that share one. What changes with the batch
@@ -122,8 +157,10 @@ def defines(bits: int | None, *, whole: bool) -> str:
 # mark (orders the kernel after writes; not read). Packed: k and v [slots, KV, words] uint32, each followed by
 # scales and biases [slots, KV, groups] of S.
 # Outputs: out [B, H, DV] of T (WHOLE), else part_out [B, H, splits, DV] and stats [B, H, splits, 2], float32.
-DECODE_BODY = """
+DECODE_BODY = (
+    """
   constexpr int WARPS = 4;
+  constexpr int SLOTS = 1;
   constexpr int PARTS = G / GT;
   constexpr int TOKENS = 32 / LP;         // tokens that one warp reads at once
   constexpr int STEP = WARPS * TOKENS;    // tokens that the block reads at once
@@ -301,53 +338,55 @@ DECODE_BODY = """
     }
     BARRIER();
   }
-  for (int i = index; i < GT * DV; i += WARPS * 32) {
-    const int g = i / DV;
-    const int dim = i % DV;
-    const int chunk = dim / 8;
-    float sum = sums[(g * CV * 8 + chunk / LP * 8 + dim % 8) * LP + chunk % LP];
-    float most = tops[g];
-    for (int w = 1; w < WARPS; ++w) most = MAX(most, tops[w * GT + g]);
-    float all = 0.0f;
-    for (int w = 0; w < WARPS; ++w) all += weights[w * GT + g] * EXP2(tops[w * GT + g] - most);
-    const int head = row * KV * G + first_query + g;
-#ifdef WHOLE
-      if (HAS_SINKS) {
-        const float sink = float(sinks[first_query + g]) * LOG2E;
-        const float greatest = MAX(most, sink);
-        const float correction = EXP2(most - greatest);
-        sum *= correction;
-        all = all * correction + EXP2(sink - greatest);
-      }
-      out[head * DV + dim] = T(sum / all);
-#else
-      part_out[(long(head) * splits + split) * DV + dim] = sum;
-      if (dim == 0) {
-        stats[(head * splits + split) * 2] = most;
-        stats[(head * splits + split) * 2 + 1] = all;
-      }
-#endif
+  // All warps' sums are one: of the greatest maximum.
+  float greatest = HIDDEN;
+  float all = 0.0f;
+  if (index < GT) {
+    for (int w = 0; w < WARPS; ++w) greatest = MAX(greatest, tops[w * GT + index]);
+    for (int w = 0; w < WARPS; ++w) all += weights[w * GT + index] * EXP2(tops[w * GT + index] - greatest);
+    tops[index] = greatest;
+    weights[index] = all;
   }
+  BARRIER();
+#define SUM_AT(w, one, dim) \\
+  ((one) * CV * 8 + (dim) / 8 / LP * 8 + (dim) % 8) * LP + (dim) / 8 % LP
 """
+    + END
+)
 
 # Combines splits. Grid: one block of DV threads per (head, row). Constants: T, DV, H, HAS_SINKS.
 # Inputs: parts [B, H, splits, DV], stats [B, H, splits, 2], sizes as above, sinks [H].
 # Output: out [B, H, DV] of T.
 COMBINE_BODY = """
   constexpr float LOG2E = 1.44269504f;
+  constexpr float HIDDEN = -1e30f;
+  constexpr int TOGETHER = 8;             // splits read at once
   const int splits = sizes[1];
   const int dim = int(thread_position_in_threadgroup.x);
   const int head = int(threadgroup_position_in_grid.y);
   const int at = int(threadgroup_position_in_grid.z) * H + head;
-  const float sink = HAS_SINKS ? float(sinks[head]) * LOG2E : 0.0f;
-  float most = HAS_SINKS ? sink : -1e30f;
-  for (int s = 0; s < splits; ++s) most = MAX(most, stats[(at * splits + s) * 2]);
-  float all = HAS_SINKS ? EXP2(sink - most) : 0.0f;
+  float most = HAS_SINKS ? float(sinks[head]) * LOG2E : HIDDEN;
+  float all = HAS_SINKS ? 1.0f : 0.0f;
   float sum = 0.0f;
-  for (int s = 0; s < splits; ++s) {
-    const float correction = EXP2(stats[(at * splits + s) * 2] - most);
-    all += stats[(at * splits + s) * 2 + 1] * correction;
-    sum += parts[(long(at) * splits + s) * DV + dim] * correction;
+  for (int from = 0; from < splits; from += TOGETHER) {
+    float tops[TOGETHER], weights[TOGETHER], values[TOGETHER];
+    UNROLL for (int i = 0; i < TOGETHER; ++i) {
+      const int s = at * splits + (from + i < splits ? from + i : splits - 1);
+      tops[i] = stats[s * 2];
+      weights[i] = stats[s * 2 + 1];
+      values[i] = parts[long(s) * DV + dim];
+    }
+    float now = most;
+    UNROLL for (int i = 0; i < TOGETHER; ++i) now = MAX(now, tops[i]);
+    const float correction = EXP2(most - now);
+    all *= correction;
+    sum *= correction;
+    most = now;
+    UNROLL for (int i = 0; i < TOGETHER; ++i) {
+      const float by = from + i < splits ? EXP2(tops[i] - now) : 0.0f;
+      all += weights[i] * by;
+      sum += values[i] * by;
+    }
   }
   out[at * DV + dim] = T(sum / all);
 """

@@ -1,5 +1,5 @@
-// What the native operations of the CPU share: a vector of float32 as wide as the processor's, its exponential, a
-// transposition, scratch memory, and the threads that the products are computed with.
+// What the native operations and products of the CPU share: a vector of float32 as wide as the processor's, its
+// exponential, a transposition, scratch memory, and the threads that the products are computed with.
 //
 // Sums are written with vectors alone, whose multiply-adds a compiler always fuses or never: a value's rounding
 // does not depend on how many others are computed beside it.
@@ -15,7 +15,8 @@
 #include <memory>
 #include <utility>
 
-namespace headrace {
+// Every library has its own.
+namespace headrace __attribute__((visibility("hidden"))) {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRegisters = 32;

@@ -18,13 +18,16 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <thread>
-#include <utility>
 
 #include <signal.h>
 
+#include "cpu_vectors.h"
+
 namespace {
+
+using headrace::kLanes, headrace::kRegisters, headrace::Vector, headrace::Piece;
+using headrace::load, headrace::save, headrace::scratch, headrace::transpose;
 
 constexpr int kRowMajor = 101, kNoTrans = 111, kTrans = 112;  // CBLAS's constants
 
@@ -46,8 +49,6 @@ struct Product {
 };
 
 // -- sharing work ------------------------------------------------------------------------------------------
-
-using Piece = void (*)(const void* task, int first, int last);
 
 // The job in hand: the range 0…size, cut every `step`. Written by the caller, and only while no helper is inside;
 // so the task itself may live on the caller's stack.
@@ -128,26 +129,10 @@ void share(const Product& product, int size, int step) {
 
 // -- x · wᵀ: c[m, n] = Σ_k a[m, k] · b[n, k], weights b with one output per line ---------------------------
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kRegisters = 32;
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kRegisters = 16;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRegisters = 32;
-#else
-constexpr int kLanes = 4, kRegisters = 16;
-#endif
 constexpr int kMaxVectors = 4;          // of rows that are computed together: a band
 constexpr int kBlock = 16;              // columns written together: a cache line of c
 constexpr int kNearFloats = 96 * 1024;  // of bands that stay in a core's cache while weights pass by …
 constexpr int kDepth = 2048;            // … of k, for which one band does so
-
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t Indices __attribute__((vector_size(4 * kLanes)));
-
-inline Vector load(const float* memory) { return *reinterpret_cast<const Unaligned*>(memory); }
-inline void save(float* memory, Vector v) { *reinterpret_cast<Unaligned*>(memory) = v; }
 
 // One link of an output's chain, fused where the vectors' links are (a compiler may turn a plain scalar loop into
 // separate products and sums).
@@ -157,43 +142,6 @@ inline float link(float a, float b, float sum) {
 #else
   return sum + a * b;
 #endif
-}
-
-// Transposes a square of floats: at every stride (1, 2, 4 …) pairs of rows swap blocks of that width.
-template <int Stride, int... J>
-inline void swap_blocks(Vector& low, Vector& high, std::integer_sequence<int, J...>) {
-  constexpr int N = kLanes;
-  const Indices lower = {(J & Stride ? N + J - Stride : J)...};
-  const Indices upper = {(J & Stride ? N + J : J + Stride)...};
-  Vector a = low, b = high;
-  low = __builtin_shuffle(a, b, lower);
-  high = __builtin_shuffle(a, b, upper);
-}
-
-template <int Stride = 1>
-inline void transpose(Vector (&square)[kLanes]) {
-  if constexpr (Stride < kLanes) {
-    for (int i = 0; i < kLanes; i++)
-      if (!(i & Stride))
-        swap_blocks<Stride>(square[i], square[i + Stride], std::make_integer_sequence<int, kLanes>{});
-    transpose<2 * Stride>(square);
-  }
-}
-
-struct Free {
-  void operator()(float* memory) const { std::free(memory); }
-};
-
-// Memory of the calling thread that lives until its next product.
-float* scratch(size_t floats) {
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local size_t capacity = 0;
-  if (floats > capacity) {
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, (4 * floats + 63) / 64 * 64)));
-    if (!memory) std::abort();
-    capacity = floats;
-  }
-  return memory.get();
 }
 
 // Rows of a in bands of equal width, the last one perhaps narrower; a band is packed as [k][rows], its rows padded

@@ -122,8 +122,57 @@ inline unsigned transpose(unsigned mine) {
   return result;
 }
 
-inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body) {
+// Shared memory that is asked for at the launch: addresses are places in it.
+inline std::vector<unsigned char> shared_bytes;
+inline unsigned char* shared_at(unsigned at, unsigned count) {
+  if (at % count != 0 || at + count > shared_bytes.size()) {
+    std::fprintf(stderr, "shared memory at %u of %zu\n", at, shared_bytes.size());
+    std::abort();
+  }
+  return &shared_bytes[at];
+}
+
+// cp.async: a copy may arrive at once or as late as it is waited for; every other one does so late.
+struct Copy {
+  unsigned to, count;
+  unsigned char bytes[16];
+};
+inline std::vector<Copy> under_way[1024];
+inline void copy(unsigned to, const void* from, unsigned count, bool real) {
+  Copy copy{to, count, {}};
+  if (real) std::memcpy(copy.bytes, from, count);
+  unsigned char* place = shared_at(to, count);
+  static unsigned copies = 0;
+  if ((++copies * 2654435761u >> 16) % 2) {
+    std::memcpy(place, copy.bytes, count);
+  } else {
+    under_way[group.current].push_back(copy);
+  }
+}
+inline void arrived() {
+  for (const Copy& copy : under_way[group.current]) std::memcpy(shared_at(copy.to, copy.count), copy.bytes, copy.count);
+  under_way[group.current].clear();
+}
+
+// ldmatrix x4: lane i names row i % 8 of matrix i / 8; lane i gets elements i % 4 * 2 and the next of row i / 4.
+inline void fragments(unsigned (&x)[4], unsigned at, bool turned) {
+  const int me = group.current, warp = me / 32 * 32, row = me % 32 / 4, column = me % 4 * 2;
+  lanes_of_block[me].a[0] = at;
+  warp_barrier();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    unsigned short pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const int r = turned ? column + i : row, c = turned ? row : column + i;
+      std::memcpy(&pair[i], shared_at(lanes_of_block[warp + matrix * 8 + r].a[0], 16) + 2 * c, 2);
+    }
+    std::memcpy(&x[matrix], pair, 4);
+  }
+  warp_barrier();
+}
+
+inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body, int bytes = 0) {
   grid_dim = blocks;
+  shared_bytes.assign(bytes, 0xff);
   block_dim = {uint(threads), 1, 1};
   launch({blocks.x * threads, blocks.y, blocks.z}, threads, body);
 }
@@ -169,3 +218,29 @@ inline unsigned masked(unsigned x, unsigned mask, unsigned with) { return (x & m
 inline unsigned rounded(float low, float high) {
   return __nv_bfloat16(low).bits | unsigned(__nv_bfloat16(high).bits) << 16;
 }
+
+inline unsigned shared_memory() { return 0; }
+inline void copy16(unsigned to, const void* from, bool real) { shim::copy(to, from, 16, real); }
+inline void copy4(unsigned to, const void* from) { shim::copy(to, from, 4, true); }
+template <typename T>
+inline T taken(unsigned from) {
+  T x;
+  std::memcpy(&x, shim::shared_at(from, sizeof(T)), sizeof(T));
+  return x;
+}
+inline uint4 taken16(unsigned from) { return taken<uint4>(from); }
+inline unsigned taken4(unsigned from) { return taken<unsigned>(from); }
+inline void put16(unsigned to, uint4 x) { std::memcpy(shim::shared_at(to, 16), &x, 16); }
+inline void started() {}
+inline void arrived() { shim::arrived(); }
+inline void meet() { shim::group_barrier(); }
+inline void fragments(unsigned (&x)[4], unsigned at) { shim::fragments(x, at, false); }
+inline void turned_fragments(unsigned (&x)[4], unsigned at) { shim::fragments(x, at, true); }
+template <typename T>
+inline unsigned pair(float low, float high, const T*) {
+  const T both[2] = {T(low), T(high)};
+  unsigned y;
+  std::memcpy(&y, both, 4);
+  return y;
+}
+inline float fmaf(float x, float y, float z) { return std::fma(x, y, z); }
