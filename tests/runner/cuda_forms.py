@@ -17,6 +17,7 @@ from headrace.runner.kernel_language import CUDA_NAMES, cuda_kernel
 from headrace.runner.kernel_text import KernelForm
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
@@ -144,6 +145,20 @@ def products() -> None:
                 Product(biased, norm),
             ):
                 own(x, product)
+            for bits, group in ((4, 64), (8, 64), (4, 128), (8, 32)):
+                square, wide = (packed((width, 2048), bits, group, dtype) for width in (2048, 16384))
+                for product in (
+                    Product(Dense(None, None, square), norm),
+                    Product(Dense(None, biased.bias, square), residual=x),
+                    Product(Dense(None, None, wide), norm, gated=True),
+                ):
+                    own(x, product)
+
+
+def packed(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype) -> PackedWeights:
+    *outer, inner = shape
+    scales = mx.zeros((*outer, inner // group), dtype)
+    return PackedWeights(mx.zeros((*outer, inner * bits // 32), mx.uint32), scales, scales, bits, group)
 
 
 def experts() -> None:
@@ -152,7 +167,14 @@ def experts() -> None:
         weights = [mx.zeros(shape, dtype) for shape in ((64, 128), (8, 64, 128), (8, 64, 128), (8, 128, 64))]
         router, gate, up, down = weights
         layer = Experts(Norm(mx.ones((128,), dtype), 1e-5), Dense(router[:8]), gate, up, down, 2, True)
-        kernel(mx.zeros((3, 1, 128), dtype), layer, small_rows.plain_product)
+        norm, shapes = layer.norm, ((8, 64, 128), (8, 64, 128), (8, 128, 64))
+        for rows in (3, 32, 128):
+            h = mx.zeros((rows, 1, 128), dtype)
+            kernel(h, layer, small_rows.plain_product)
+            for bits in (4, 8):
+                matrices = (packed(shape, bits, 64, dtype) for shape in shapes)
+                held = Experts(norm, layer.router, None, None, None, 2, True, (*matrices,))  # type: ignore[arg-type]
+                kernel(h, held, small_rows.plain_product)
 
 
 def sampling() -> None:
