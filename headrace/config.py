@@ -11,7 +11,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: folder of safetensors or path of a ``.gguf`` file, already on this machine.
         dtype: how weights and KV are computed: "auto" (float32 on CPU, the checkpoint's own elsewhere) or a name.
-        keep_quantized: True: packed weights stay packed; False: dequantize; None: choose by device and memory.
+        keep_quantized: True: packed weights stay packed and no others are held; False: dequantize; None: choose by
+            device and memory.
         max_num_seqs: sequences that run at once, at most.
         max_model_len: prompt + output tokens per sequence; None: the model's, lowered to what memory holds.
         block_size: token positions per KV block; None: by device.
