@@ -5,8 +5,7 @@ first in the lowest bits; a weight is scale * code + bias, one of each 16-bit pa
 
     chunk    64 positions of 8 bits, 128 of 4: a lane reads 16 bytes of a weight row, four lanes share a row. Warps
              take chunks in turn, so that a block reads rows in order
-    ahead    DEEP chunks of codes are on their way while one is multiplied, and up to 16 rows' inputs of one chunk,
-             which come from the cache
+    ahead    DEEP chunks of codes are on their way while one is multiplied; inputs come from the cache
     4 bits   a code put among the mantissa bits of 128 (bfloat16) or 1024 (float16) is their sum; the offset is
              taken off exactly, then one multiply-add gives the weight, rounded once. A word's codes come out in
              pairs (i, i + 4), so the inputs' pairs are made the same: sums do not notice the order of positions
@@ -145,24 +144,6 @@ DEVICE void fetch(uint4 (&codes)[2], unsigned (&scale)[2], unsigned (&bias)[2], 
     bias[i] = half_word(at.biases + i * (K / GROUP * 8) + ahead / GROUP);
   }
 }
-// A part (8 positions) of the inputs and of the norm's weights; what is outside becomes zero or stays as it is.
-template <bool STAYS, int MT, bool NORMED, typename T>
-DEVICE void fetch_inputs(uint4 (&in)[MT], uint4& gain, const T* const (&at)[MT], const bool (&real)[MT],
-                         const T* gain_at, int ahead, bool inside) {
-  #pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    if (inside && real[m]) {
-      in[m] = cached(at[m] + ahead);
-    } else if (!STAYS) {
-      in[m] = make_uint4(0, 0, 0, 0);
-    }
-  }
-  if (NORMED && inside) {
-    gain = cached(gain_at + ahead);
-  } else if (NORMED && !STAYS) {
-    gain = make_uint4(0, 0, 0, 0);
-  }
-}
 template <typename T, int BITS, int GROUP, bool WHOLE, int W, int MT, int NT, bool NORMED, int DEEP>
 DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
                               const unsigned* const (&words)[NT], const unsigned short* const (&scales)[NT],
@@ -170,7 +151,7 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
                               const bool (&real)[MT], const T* norm, int K, int warp) {
   constexpr int CODES = 128 / BITS;
   constexpr int PARTS = CODES / 8;
-  constexpr bool AHEAD = MT <= 2;  // inputs of a whole chunk are kept
+  constexpr int TOGETHER = MT <= 2 ? PARTS : 1;
   constexpr int STEP = W * 4 * CODES;
   using Affine = typename AffineOf<T, BITS>::Type;
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -201,17 +182,11 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
       }
     }
   }
-  uint4 in[AHEAD ? PARTS : 1][MT], gain[AHEAD ? PARTS : 1];
-  #pragma unroll
-  for (int p = 0; AHEAD && p < PARTS; ++p) {
-    fetch_inputs<false, MT, NORMED>(in[p], gain[p], in_at, real, gain_at, p * 8, left > (WHOLE ? 0 : own));
-  }
   for (; left > 0; left -= DEEP * STEP) {
     #pragma unroll
     for (int d = 0; d < DEEP; ++d) {
       if (d * STEP >= left) break;
       const bool inside = WHOLE || own < left - d * STEP;
-      const bool following = left - (d + 1) * STEP > (WHOLE ? 0 : own);
       Affine affine[NT][2];
       #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -219,30 +194,33 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
         spread(affine[n][1], scale[d][n][1], bias[d][n][1]);
       }
       #pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        const int p = AHEAD ? part : 0;
-        if (!AHEAD) {
-          fetch_inputs<false, MT, NORMED>(in[p], gain[p], in_at, real, gain_at, d * STEP + part * 8, inside);
+      for (int part = 0; part < PARTS; part += TOGETHER) {
+        uint4 in[TOGETHER][MT], gain[TOGETHER];
+        #pragma unroll
+        for (int p = 0; p < TOGETHER; ++p) {
+          const int ahead = d * STEP + (part + p) * 8;
+          #pragma unroll
+          for (int m = 0; m < MT; ++m) in[p][m] = inside && real[m] ? cached(in_at[m] + ahead) : zero;
+          if (NORMED) gain[p] = inside ? cached(gain_at + ahead) : zero;
         }
         #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-          if (NORMED) normalize(in[p][m], gain[p], products[m / 2], m % 2 == 0, norm);
-          arrange(Bits<BITS>(), in[p][m]);
-        }
-        #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          unsigned a[4], b[4];
-          weights_of<T>(Bits<BITS>(), codes[d][n][0], part, affine[n][0], a);
-          weights_of<T>(Bits<BITS>(), codes[d][n][1], part, affine[n][1], b);
+        for (int p = 0; p < TOGETHER; ++p) {
           #pragma unroll
           for (int m = 0; m < MT; ++m) {
-            multiply(total[n][m], a[0], b[0], a[1], b[1], in[p][m].x, in[p][m].y, norm);
-            multiply(total[n][m], a[2], b[2], a[3], b[3], in[p][m].z, in[p][m].w, norm);
+            if (NORMED) normalize(in[p][m], gain[p], products[m / 2], m % 2 == 0, norm);
+            arrange(Bits<BITS>(), in[p][m]);
           }
-        }
-        if (AHEAD) {
-          const int next = (d + 1) * STEP + p * 8;
-          fetch_inputs<WHOLE && NORMED, MT, NORMED>(in[p], gain[p], in_at, real, gain_at, next, following);
+          #pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            unsigned a[4], b[4];
+            weights_of<T>(Bits<BITS>(), codes[d][n][0], part + p, affine[n][0], a);
+            weights_of<T>(Bits<BITS>(), codes[d][n][1], part + p, affine[n][1], b);
+            #pragma unroll
+            for (int m = 0; m < MT; ++m) {
+              multiply(total[n][m], a[0], b[0], a[1], b[1], in[p][m].x, in[p][m].y, norm);
+              multiply(total[n][m], a[2], b[2], a[3], b[3], in[p][m].z, in[p][m].w, norm);
+            }
+          }
         }
       }
       const int rest = left - (d + DEEP) * STEP;

@@ -9,8 +9,9 @@ along:
                                y may be the gated halves SiLU(gate) * up, or have a residual added
 
 ``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
-kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when it was measured on this device.
-Weights may be plain, packed (``packed_rows_source.py``) or held both ways.
+kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured on this device, the
+kernel in its quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or
+held both ways: then the kernel reads the packed ones, MLX the plain ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product as combinations
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,19 +30,14 @@ from headrace.runner import small_rows_source as source
 from headrace.runner.kernel_language import compile_ahead, cuda_kernel
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights
+from headrace.runner.small_rows_tiling import BLOCK_ROWS, Tiling, bounds, tilings
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import Cost, compiled_cost
 
 MAX_ROWS = 128
-# Rows of one thread block; blocks of other rows read the same weights from the cache.
-BLOCK_ROWS = 32
-# Blocks get wider, and read inputs less often, while there are this many: about one per multiprocessor.
-LEAST_BLOCKS = 120
-# Up to this many blocks start at once on a large GPU when each fills a multiprocessor.
-FILLING_BLOCKS = 132
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
-MEASURED_ROWS = (1, 8, BLOCK_ROWS, MAX_ROWS)
+MEASURED_ROWS = (1, 8, 16, BLOCK_ROWS, MAX_ROWS)
 # A way that takes this many times longer than the best one is not tried with more rows.
 HOPELESS = 4.0
 # A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
@@ -52,8 +48,8 @@ MEASURED_TOGETHER = 16
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
-# Our kernel over plain or over packed weights, MLX's product over plain ones or over those that there are.
-Way = Literal["kernel", "packed kernel", "library"]
+# How the kernel cuts a product; None: MLX's product instead.
+Way = Tiling | None
 # From so many rows on, weights are unpacked for MLX's product. That over packed ones is then another kernel, which
 # MLX compiles when it is first called, for half a minute on an H200.
 LEAST_UNPACKED = 8
@@ -85,16 +81,6 @@ class Dense:
         assert found is not None, "weights are one or the other"
         return found
 
-    @property
-    def plain_side(self) -> Dense | None:
-        """With nothing but plain weights; None: there are none."""
-        return None if self.weight is None else Dense(self.weight, self.bias)
-
-    @property
-    def packed_side(self) -> Dense | None:
-        """With nothing but packed weights; None: there are none."""
-        return None if self.packed is None else Dense(None, self.bias, self.packed)
-
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -111,16 +97,18 @@ class Product:
     Attributes:
         residual: B * N values in any shape, added to the product of an ``x`` of B rows, which then has that shape.
         gated: the first half of the outputs is the gate's: ``SiLU(first half) * second half``.
+        tiling: how the kernel cuts it; None: the usual way for its shape.
     """
 
     dense: Dense
     norm: Norm | None = None
     residual: mx.array | None = None
     gated: bool = False
+    tiling: Tiling | None = None
 
     @property
     def form(self) -> Form:
-        """What products share that are computed and measured alike."""
+        """What products share that are measured together."""
         parts = {"norm": self.norm is not None, "residual": self.residual is not None, "gate": self.gated}
         outputs, inner = self.dense.shape
         kind = "+".join(name for name, on in parts.items() if on) or "product"
@@ -168,51 +156,6 @@ def unpacking_product(x: mx.array, product: Product) -> mx.array:
     return plain_product(x, replace(product, dense=Dense(packed.unpacked(), product.dense.bias)))
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Constants of one compiled form: tiles of 8 rows, tiles of 16 outputs, warps, chunks loaded at once,
-    blocks that share a multiprocessor (None: by ``bounds``)."""
-
-    tiles: int
-    wide: int
-    warps: int
-    deep: int
-    resident: int | None = None
-
-    @staticmethod
-    def of_packed(rows: int, outputs: int, inner: int, *, gated: bool) -> Tiling:
-        """Inputs are read as often as there are blocks, from the cache, which is where packed products wait."""
-        tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
-        wide = 2 if outputs % 32 == 0 else 1
-        warps = 16 if outputs // (16 * wide) <= FILLING_BLOCKS else 8
-        while warps > 4 and inner < warps * 128:
-            warps //= 2
-        return Tiling(tiles, wide, warps, 2 if tiles == 1 else 1)
-
-    @staticmethod
-    def of(rows: int, outputs: int, *, gated: bool) -> Tiling:
-        """Few rows: narrow blocks, many of them. More rows: wider ones, which read the inputs less often."""
-        tiles = 1 if rows <= 8 else BLOCK_ROWS // 8
-        least = 2 if gated else 1
-        wide = least
-        while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= LEAST_BLOCKS:
-            wide *= 2
-        together = FILLING_BLOCKS * (2 if tiles * wide == 1 else 1)
-        warps = 16 if outputs // (16 * wide) <= together and tiles * wide <= 8 else 8
-        return Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
-
-
-def bounds(warps: int, sums: int, resident: int | None = None) -> str:
-    """The part of a header with a block's threads.
-
-    Args:
-        warps: of a block.
-        sums: tiles of 8 x 16 sums that each warp keeps.
-        resident: blocks that shall share a multiprocessor; None: as many as registers allow, by ``sums``.
-    """
-    return source.BOUNDS.format(threads=warps * 32, blocks=resident or (32 if sums == 1 else 16) // warps)
-
-
 def takes(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> bool:
     """Whether the kernel can compute this product at all."""
     outputs, inner = dense.shape
@@ -232,17 +175,12 @@ class KernelProducts:
     def __init__(self) -> None:
         self._made: dict[tuple[str, ...], Any] = {}
 
-    def __call__(self, x: mx.array, product: Product, *, tiling: Tiling | None = None) -> mx.array:
-        """``tiling``: None: by the shape. Of weights that are held both ways the plain ones are read."""
+    def __call__(self, x: mx.array, product: Product) -> mx.array:
         dense, norm, residual, gated = product.dense, product.norm, product.residual, product.gated
-        if norm is not None and (x.dtype != mx.bfloat16 or norm.weight.dtype != x.dtype):
-            # Unscaled inputs times the norm's weights could leave float16's range.
+        tiling = product.tiling or self.tilings(x.shape[0], x.dtype, product)[0]
+        if norm is not None and (tiling.apart or not _takes_norm(norm, x.dtype)):
             x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
-        outputs, inner = dense.shape
-        packed = dense.packed if dense.weight is None else None
-        if tiling is None and packed is not None:
-            tiling = Tiling.of_packed(x.shape[0], outputs, inner, gated=gated)
-        tiling = tiling or Tiling.of(x.shape[0], outputs, gated=gated)
+        outputs, packed = dense.shape[0], dense.packed
         weights = [dense.weight] if packed is None else [packed.words, packed.scales, packed.biases]
         extra = {
             "NORM": None if norm is None else norm.weight,
@@ -271,6 +209,13 @@ class KernelProducts:
         )[0]
         return y
 
+    @staticmethod
+    def tilings(rows: int, dtype: mx.Dtype, product: Product) -> list[Tiling]:
+        """Those to try for ``rows`` rows; the first is the usual one."""
+        normed = product.norm is not None and _takes_norm(product.norm, dtype)
+        packed = product.dense.packed is not None
+        return tilings(rows, product.dense.shape[0], gated=product.gated, normed=normed, packed=packed)
+
     def _kernel(self, parts: tuple[str, ...], tiling: Tiling) -> Any:
         limits = bounds(tiling.warps, tiling.tiles * tiling.wide, tiling.resident)
         key = limits, *parts
@@ -287,6 +232,11 @@ class KernelProducts:
                 header=defines + source.MACHINE + product + limits,
             )
         return self._made[key]
+
+
+def _takes_norm(norm: Norm, dtype: mx.Dtype) -> bool:
+    """Unscaled inputs times the norm's weights could leave float16's range."""
+    return dtype == mx.bfloat16 and norm.weight.dtype == dtype
 
 
 def packed_constants(packed: PackedWeights) -> list[tuple[str, int]]:
@@ -320,23 +270,16 @@ class SmallRowsKernel:
         self.faults: list[str] = []
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
-        rows = x.shape[0]
-        way = self._chosen.get((measured_bucket(rows), *product.form))
-        takes_it = way in ways(rows, x.dtype, product.dense, gated=product.gated)
-        return self._by(way if way is not None and takes_it else "library", x, product)
+        return self._by(self._chosen.get((measured_bucket(x.shape[0]), *product.form)), x, product)
 
     def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
-        if way == "library":
+        if way is None or not takes(x.shape[0], x.dtype, product.dense, gated=product.gated):
             return plain_product(x, product)
-        dense = product.dense
-        side = dense.plain_side if way == "kernel" else dense.packed_side
-        assert side is not None, "only ways that the weights allow are chosen"
-        return self._own(x, replace(product, dense=side))
+        return self._own(x, replace(product, tiling=way))
 
     def chosen(self, rows: int, dense: Dense) -> bool:
-        """Whether ``measure`` found a way for the product alone, in the bucket of ``rows``, that is not MLX's."""
-        way = self._chosen.get((measured_bucket(rows), *Product(dense).form))
-        return way is not None and way != "library"
+        """Whether ``measure`` found the kernel better for the product alone, in the bucket of ``rows``."""
+        return self._chosen.get((measured_bucket(rows), *Product(dense).form)) is not None
 
     def call_kernels(
         self, dense: Dense, norm: Norm | None = None, *, residual: bool = False, gated: bool = False
@@ -345,10 +288,10 @@ class SmallRowsKernel:
         outputs, inner = dense.shape
         for rows in MEASURED_ROWS:
             x = mx.zeros((rows, 1, inner), dense.dtype)
-            added = mx.zeros((rows, 1, outputs), x.dtype) if residual else None
-            for way in ways(rows, x.dtype, dense, gated=gated):
-                if way != "library":
-                    self._by(way, x, Product(dense, norm, added, gated))
+            product = Product(dense, norm, mx.zeros((rows, 1, outputs), x.dtype) if residual else None, gated)
+            if takes(rows, x.dtype, dense, gated=gated):
+                for way in KernelProducts.tilings(rows, x.dtype, product):
+                    self._by(way, x, product)
 
     def measure(
         self,
@@ -365,33 +308,42 @@ class SmallRowsKernel:
         outputs, inner = dense.shape
         form = Product(dense, norm, mx.zeros(()) if residual else None, gated).form
         compile_ahead(partial(self.call_kernels, dense, norm, residual=residual, gated=gated))
-        hopeless: set[Way] = set()
+        hopeless = {"kernel": False, "library": dense.weight is None}  # over packed weights it is for faults alone
         for rows in MEASURED_ROWS:
-            key = (measured_bucket(rows), *form)
-            if key in self._chosen:
+            key = (rows, *form)
+            if key in self._chosen or not takes(rows, dense.dtype, dense, gated=gated):
                 continue
             x = mx.random.normal((rows, 1, inner)).astype(dense.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
             products = [Product(*layer, added, gated) for layer in layers]
-            possible = ways(rows, x.dtype, dense, gated=gated)
-            if len(possible) < 2:
-                continue
-            if dense.weight is None:
-                possible = possible[:-1]  # MLX's product over packed weights is for faults alone
-            tried = {way: self._checked_cost(key, way, products, x) for way in possible if way not in hopeless}
-            costs = {way: cost for way, cost in tried.items() if cost is not None}
-            self._chosen[key] = best = _best(costs) if costs else "library"
+            own = None if hopeless["kernel"] else self._quickest(key, products, x)
+            costs: dict[Way, Cost] = dict([own] if own is not None else [])
+            usual = None if hopeless["library"] else self._checked_cost(key, None, products, x)
+            if usual is not None:
+                costs[None] = usual
+            self._chosen[key] = None if own is None or (usual is not None and not own[1].beats(usual)) else own[0]
             if costs:
                 self._costs[key] = costs
-                hopeless |= {way for way in costs if costs[way].device > HOPELESS * costs[best].device}
+            if own is not None and usual is not None:
+                hopeless["kernel"] = own[1].device > HOPELESS * usual.device
+                hopeless["library"] = usual.device > HOPELESS * own[1].device
         return form
+
+    def _quickest(
+        self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array
+    ) -> tuple[Tiling, Cost] | None:
+        """The kernel's best tiling of those that are right, and what it costs; None: none is right."""
+        possible = KernelProducts.tilings(x.shape[0], x.dtype, products[0])
+        tried = [(way, self._checked_cost(key, way, products, x)) for way in possible]
+        right = [(way, cost) for way, cost in tried if cost is not None]
+        return min(right, key=lambda one: one[1].in_a_step) if right else None
 
     def _checked_cost(
         self, key: tuple[Any, ...], way: Way, products: Sequence[Product], x: mx.array
     ) -> Cost | None:
         """What the way costs; None when it is wrong or cannot run, which is then among the faults."""
         try:
-            if way != "library":
+            if way is not None:
                 worst = max(
                     largest_difference(self._by(way, x, product), _expected(x, product)) for product in products
                 )
@@ -427,28 +379,26 @@ class SmallRowsKernel:
 
     def note(self) -> str:
         """What ``measure`` found, in one line."""
-        chosen = list(self._chosen.values())
-        counts = {way: chosen.count(way) for way in ("kernel", "packed kernel")}
-        text = f"few-rows products: kernel for {sum(counts.values())} of {len(chosen)} measured"
-        if counts["packed kernel"]:
-            text += f", {counts['packed kernel']} of them over packed weights"
+        own = [key for key, way in self._chosen.items() if way is not None]
+        text = f"few-rows products: kernel for {len(own)} of {len(self._chosen)} measured"
+        packed = sum("by" in key[-1] for key in own)
+        if packed:
+            text += f", {packed} of them over packed weights"
         return "; ".join([text, *self.faults])
 
-
-def ways(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> list[Way]:
-    """Ways to compute a product; MLX's own last."""
-    sides: list[tuple[Way, Dense | None]] = [("packed kernel", dense.packed_side), ("kernel", dense.plain_side)]
-    found = [way for way, side in sides if side is not None and takes(rows, dtype, side, gated=gated)]
-    return [*found, "library"]
-
-
-def _best(costs: dict[Way, Cost]) -> Way:
-    """The way that pays most in a decode step; MLX's own unless another is better."""
-    *others, best = costs
-    for way in others:
-        if costs[way].beats(costs[best]):
-            best = way
-    return best
+    def details(self) -> list[str]:
+        """A line for each kind of product: what was chosen by rows, with microseconds of the kernel and of MLX."""
+        lines: dict[Form, list[str]] = {}
+        for key, way in self._chosen.items():
+            costs = self._costs.get(key, {})
+            own = min((cost.in_a_step for other, cost in costs.items() if other is not None), default=None)
+            usual = costs[None].in_a_step if None in costs else None
+            times = ["-" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in (own, usual)]
+            lines.setdefault(key[1:], []).append(f"{key[0]}: {way or 'library'} ({' : '.join(times)})")
+        return [
+            f"{kind} {outputs} x {inner}, {held}: " + ", ".join(found)
+            for (kind, outputs, inner, _, held), found in lines.items()
+        ]
 
 
 def _expected(x: mx.array, product: Product) -> mx.array:
@@ -483,4 +433,4 @@ def measured_bucket(rows: int) -> int:
 
 def _words(key: tuple[Any, ...], way: Way) -> str:
     rows, kind, outputs, inner, *_ = key
-    return f"{way}: {kind} {outputs} x {inner} at {rows} rows"
+    return f"{'library' if way is None else f'kernel {way}'}: {kind} {outputs} x {inner} at {rows} rows"

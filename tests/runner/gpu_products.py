@@ -31,7 +31,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, Tiling, plain_product
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, plain_product
+from headrace.runner.small_rows_tiling import Tiling, tilings
 from headrace.runner.timing import best_seconds
 
 ROWS = (1, 5, 8, 32)
@@ -98,7 +99,7 @@ def check(products: KernelProducts, kind: dict[str, bool], dtype: mx.Dtype, tili
     for inner in INNER:
         for rows in (1, 3, 8) if tiling.tiles == 1 else (1, 9, 32, 70):
             x, product = random_product(rows, 192, inner, kind, dtype)
-            got = products(x, product, tiling=tiling).astype(mx.float32)
+            got = products(x, replace(product, tiling=tiling)).astype(mx.float32)
             expected = in_float32(x, product)
             error = float(np.array(mx.max(mx.abs(got - expected)) / mx.max(mx.abs(expected))))
             if not error <= worst:
@@ -274,14 +275,14 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
                     if time.perf_counter() > end:
                         say("sweep: out of time")
                         return
-                    by = partial(products, tiling=tiling)
+                    cut = replace(product, tiling=tiling)
                     try:
-                        us = gpu_seconds(long, partial(queued, by, weights, x, product), 48) * 1e6
+                        us = gpu_seconds(long, partial(queued, products, weights, x, cut), 48) * 1e6
                     except Exception as error:
                         say(f"{shape} {label} {tiling}: {str(error).splitlines()[0][:100]}")
                         continue
                     found.append((us, tiling))
-                default = Tiling.of(rows, outputs, gated=gated)
+                default = tilings(rows, outputs, gated=gated, normed=True, packed=False)[0]
                 found.sort(key=lambda pair: pair[0])
                 words = ", ".join(
                     f"{'*' if t == default else ''}{t.tiles}/{t.wide}/{t.warps}/{t.deep} {us:.1f}"
@@ -292,7 +293,7 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
 
 def candidates(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     tiles = 1 if rows <= 8 else 4
-    made = {Tiling.of(rows, outputs, gated=gated)}
+    made = set(tilings(rows, outputs, gated=gated, normed=True, packed=False))
     for wide in (2, 4) if gated else (1, 2, 4):
         for warps in (4, 8, 16):
             for deep in (2, 4, 8):

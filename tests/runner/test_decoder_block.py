@@ -23,7 +23,7 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.small_rows import Product, Products, SmallRowsKernel, plain_product
+from headrace.runner.small_rows import MEASURED_ROWS, Product, Products, SmallRowsKernel, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -173,7 +173,7 @@ def test_experts_are_checked(error: float) -> None:
     tools = BlockTools(SmallRowsKernel(plain_product), FunctionalRotate(), None, choice, timed=False)
     assert substitute_decoder_blocks(model, tools)[0] == 3
     assert experts.calls > 0
-    right = "kernel for 4 of 4" in choice.note()
+    right = f"kernel for {len(MEASURED_ROWS)} of {len(MEASURED_ROWS)}" in choice.note()
     assert right == (error == 0.0) and ("differs by" in choice.note()) == (error > 0)
     experts.calls = 0
     assert [compare(block, None, rows=12) for block in fused_blocks(model)] == [None] * 3

@@ -24,10 +24,10 @@ from headrace.runner.small_rows import (
     KernelProducts,
     Norm,
     Product,
-    Tiling,
     largest_difference,
     plain_product,
 )
+from headrace.runner.small_rows_tiling import tilings
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.block_check import compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward
@@ -86,18 +86,23 @@ def test_attention_output_needs_no_reshape() -> None:
     assert largest_difference(KernelProducts()(x, product), plain_product(x, product)) < 1.5e-2
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 128])
-def test_tilings_fit_the_machine(rows: int, gated: bool) -> None:
-    """Outputs are covered exactly; sums fit into 48 KB of shared memory; registers and threads are there."""
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 128])
+def test_tilings_fit_the_machine(rows: int, gated: bool, packed: bool) -> None:
+    """Outputs are covered exactly; sums fit into 48 KB of shared memory; there are some, but few to compile."""
     for outputs in (16, 32, 48, 96, 512, 1024, 2048, 3072, 4096, 8960, 16384, 28672, 128256, 151936):
         if outputs % (32 if gated else 16):
             continue
-        tiling = Tiling.of(rows, outputs, gated=gated)
-        assert outputs % (16 * tiling.wide) == 0 and (not gated or tiling.wide % 2 == 0)
-        sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
-        assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
-        assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 16 >= tiling.tiles * 8
+        for normed in (False, True):
+            found = tilings(rows, outputs, gated=gated, normed=normed, packed=packed)
+            assert 1 <= len(found) <= 3 and not found[0].apart
+            for tiling in found:
+                assert outputs % (16 * tiling.wide) == 0 and (not gated or tiling.wide % 2 == 0)
+                sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
+                assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
+                assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 2 >= tiling.tiles
+                assert normed or not tiling.apart
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

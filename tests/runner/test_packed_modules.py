@@ -27,6 +27,7 @@ from headrace.runner.packed_weights import PackedWeights, wide
 from headrace.runner.small_rows import (
     LEAST_UNPACKED,
     MAX_ROWS,
+    MEASURED_ROWS,
     Dense,
     Norm,
     Product,
@@ -290,6 +291,8 @@ def test_experts_are_held_against_exact_values(error: float, right: bool) -> Non
 
     choice = ExpertsChoice(lambda: kernel, dtypes=[BF16])
     choice.measure([half], plain_product)
-    assert choice.note().startswith(f"experts: kernel for {4 if right else 0} of 4 measured")
+    assert choice.note().startswith(
+        f"experts: kernel for {len(MEASURED_ROWS) if right else 0} of {len(MEASURED_ROWS)} measured"
+    )
     assert ("differs by" in choice.note()) != right
     assert (choice.of(mx.zeros((5, 1, 128), BF16), half.experts) is not None) == right

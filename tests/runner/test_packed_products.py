@@ -18,7 +18,8 @@ from emulated_cuda import emulated
 
 from headrace.runner import small_rows
 from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, Tiling, plain_product
+from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, plain_product
+from headrace.runner.small_rows_tiling import Tiling
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts, ExpertsTiling
 
@@ -86,6 +87,7 @@ CASES = [
     Case(33, 64, 192, 8, 64, ("norm", "gated")),
     Case(6, 64, 640, 4, 64, ("norm",), tiling=Tiling(1, 4, 4, 3)),
     Case(30, 64, 640, 8, 64, ("norm", "gated"), tiling=Tiling(4, 4, 2, 2)),
+    Case(20, 64, 640, 4, 64, ("norm", "gated"), tiling=Tiling(4, 4, 4, 1, 2, apart=True)),
 ]
 
 
@@ -98,7 +100,8 @@ def test_equals_the_definition(case: Case) -> None:
     bias = normal(case.outputs, dtype=dtype) if "bias" in case.parts else None
     residual = normal(case.rows, 1, case.outputs, dtype=dtype) if "residual" in case.parts else None
     norm = Norm(normal(case.inner, dtype=dtype), EPS) if "norm" in case.parts else None
-    got = KernelProducts()(x, Product(Dense(None, bias, packed), norm, residual, gated), tiling=case.tiling)
+    product = Product(Dense(None, bias, packed), norm, residual, gated, case.tiling)
+    got = KernelProducts()(x, product)
     v = wide(x)[:, 0]
     if norm is not None:
         v = v / np.sqrt((v * v).mean(axis=1, keepdims=True) + EPS) * wide(norm.weight)
@@ -108,21 +111,6 @@ def test_equals_the_definition(case: Case) -> None:
         y = gate / (1 + np.exp(-gate)) * up
     y = y if residual is None else y + wide(residual)[:, 0]
     assert np.abs(wide(got).reshape(y.shape) - y).max() <= ROUNDING[dtype] * np.abs(y).max()
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 128])
-def test_tilings_fit_the_machine(rows: int, gated: bool) -> None:
-    """Outputs are covered exactly; sums fit into 48 KB of shared memory; every warp has a chunk."""
-    for outputs in (16, 32, 48, 96, 512, 2048, 3072, 4096, 8960, 16384, 28672, 128256, 151936):
-        for inner in (32, 896, 4096, 14336):
-            if outputs % (32 if gated else 16):
-                continue
-            tiling = Tiling.of_packed(rows, outputs, inner, gated=gated)
-            assert outputs % (16 * tiling.wide) == 0 and (not gated or tiling.wide % 2 == 0)
-            sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
-            assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
-            assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 16 >= tiling.tiles * 8
 
 
 @pytest.mark.parametrize(

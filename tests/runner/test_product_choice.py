@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 
 from headrace.runner.small_rows import MEASURED_ROWS, Form, SmallRowsKernel, plain_product
+from headrace.runner.small_rows_tiling import Tiling
 from headrace.runner.timing import Cost
 
 US = 1e-6
+USUAL = Tiling(1, 1, 8, 2)
 FORMS: list[Form] = [("norm", 64, 32, False, "16 bits"), ("residual", 32, 64, False, "16 bits")]
 
 
 def choices(costs: list[tuple[Cost, Cost]]) -> list[bool]:
     products = SmallRowsKernel(plain_product)
     products._costs = {
-        (8, *form): {"kernel": own, "library": plain} for form, (own, plain) in zip(FORMS, costs, strict=True)
+        (8, *form): {USUAL: own, None: plain} for form, (own, plain) in zip(FORMS, costs, strict=True)
     }
     products.balance(FORMS)
-    return [products._chosen[(8, *form)] == "kernel" for form in FORMS]
+    return [products._chosen[(8, *form)] is not None for form in FORMS]
 
 
 def test_a_busy_host_prefers_what_it_starts_quickly() -> None:
@@ -38,7 +40,7 @@ def test_a_mixture_is_best_where_both_are_busy() -> None:
 
 def test_rows_without_all_costs_stay_as_they_were() -> None:
     products = SmallRowsKernel(plain_product)
-    products._costs = {(rows, *FORMS[0]): {"kernel": Cost(1, 1), "library": Cost(2, 2)} for rows in MEASURED_ROWS}
+    products._costs = {(rows, *FORMS[0]): {USUAL: Cost(1, 1), None: Cost(2, 2)} for rows in MEASURED_ROWS}
     products.balance(FORMS)
     assert products._chosen == {}
 

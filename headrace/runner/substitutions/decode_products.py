@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import mlx.nn as nn
 
 from headrace.runner.attention.rotate_store import RotateAndStore
@@ -13,6 +15,8 @@ from headrace.runner.substitutions.decoder_block import FusedBlock
 from headrace.runner.substitutions.moe_decode import ExpertsChoice
 from headrace.runner.substitutions.packed_linear import substitute_packed
 from headrace.runner.substitutions.small_row_linear import substitute_small_row_linears
+
+log = logging.getLogger("headrace.runner")
 
 
 def substitute_decode_products(
@@ -31,4 +35,6 @@ def substitute_decode_products(
     blocks = [f"{path}." for path, module in model.named_modules() if isinstance(module, FusedBlock)]
     substitute_packed(model, products, blocks)
     substitute_small_row_linears(model, products)
+    for line in products.details():
+        log.debug("few-rows products, tiles/wide/warps/deep/resident (us of the kernel : of MLX): %s", line)
     return "; ".join(part for part in (note, products.note(), experts.note()) if part)

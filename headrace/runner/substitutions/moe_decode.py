@@ -35,11 +35,11 @@ from headrace.runner.small_rows import (
     Norm,
     Product,
     Products,
-    bounds,
     largest_difference,
     measured_bucket,
     packed_constants,
 )
+from headrace.runner.small_rows_tiling import bounds
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions import moe_source as source
 from headrace.runner.substitutions.packed_linear import PackedLinear, PackedSwitchLinear
