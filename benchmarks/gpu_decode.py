@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -340,8 +341,11 @@ def main() -> None:
         "--torch", nargs="?", const=sys.executable, metavar="PYTHON", help="PyTorch too, with this interpreter"
     )
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--verbose", action="store_true", help="print what was measured for each kind of product")
     parser.add_argument("--json", metavar="FILE", help="written after every cell")
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("headrace.runner").setLevel(logging.DEBUG if args.verbose else logging.INFO)
     device_cache()  # before MLX compiles anything: then it settles on a folder
     budget = Budget.starting_now(args.budget)
     bench = Bench(args, Grid.parse(args.rows, args.context))

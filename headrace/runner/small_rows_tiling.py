@@ -78,8 +78,9 @@ def _plain_tilings(rows: int, outputs: int, *, gated: bool) -> list[Tiling]:
     while tiles > 1 and wide < 4 and outputs % (32 * wide) == 0 and outputs // (32 * wide) >= LEAST_BLOCKS:
         wide *= 2
     together = FILLING_BLOCKS * (2 if tiles * wide == 1 else 1)
-    warps = 16 if outputs // (16 * wide) <= together and tiles * wide <= 8 else 8
-    usual = Tiling(tiles, wide, warps, 2 if tiles * wide >= 8 else 4)
+    sums = wide if tiles == 1 else wide * BLOCK_ROWS // 8
+    warps = 16 if outputs // (16 * wide) <= together and sums <= 8 else 8
+    usual = Tiling(tiles, wide, warps, 2 if sums >= 8 else 4)
     if tiles == 1:
         return [usual, Tiling(1, least, 4, 4, 8 // least), Tiling(1, 2, 8, 4)]
     return [usual, Tiling(tiles, 4, 4, 2, 2), Tiling(tiles, 2, 4, 3, 3)]

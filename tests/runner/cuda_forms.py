@@ -145,12 +145,17 @@ def products() -> None:
                 Product(biased, norm),
             ):
                 own(x, product)
+            if dtype == mx.bfloat16:
+                narrow = packed((16384, 2048), 4, 64, dtype)
+                for dense in (wide, Dense(None, None, narrow)):
+                    for tiling in own.tilings(rows, dtype, Product(dense, norm, gated=True)):
+                        own(x, Product(dense, norm, gated=True, tiling=tiling))
             for bits, group in ((4, 64), (8, 64), (4, 128), (8, 32)):
-                square, wide = (packed((width, 2048), bits, group, dtype) for width in (2048, 16384))
+                held = [packed((width, 2048), bits, group, dtype) for width in (2048, 16384)]
                 for product in (
-                    Product(Dense(None, None, square), norm),
-                    Product(Dense(None, biased.bias, square), residual=x),
-                    Product(Dense(None, None, wide), norm, gated=True),
+                    Product(Dense(None, None, held[0]), norm),
+                    Product(Dense(None, biased.bias, held[0]), residual=x),
+                    Product(Dense(None, None, held[1]), norm, gated=True),
                 ):
                     own(x, product)
 
