@@ -9,9 +9,9 @@ along:
                                y may be the gated halves SiLU(gate) * up, or have a residual added
 
 ``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
-kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured on this device, the kernel
-in its quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or held
-both ways: then the kernel reads the packed ones, MLX the plain ones.
+kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, the kernel in its
+quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or both: then
+the kernel reads the packed ones, MLX the plain ones.
 """
 
 from __future__ import annotations
