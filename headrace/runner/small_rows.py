@@ -9,7 +9,7 @@ along:
                                y may be the gated halves SiLU(gate) * up, or have a residual added
 
 ``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
-kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, the kernel in its
+kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, in the
 quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or both: then
 the kernel reads the packed ones, MLX the plain ones.
 """

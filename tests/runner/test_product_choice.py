@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import mlx.core as mx
 import pytest
 
-from headrace.runner.small_rows import MEASURED_ROWS, Form, SmallRowsKernel, plain_product
+from headrace.runner import small_rows
+from headrace.runner.small_rows import (
+    MEASURED_ROWS,
+    Dense,
+    Form,
+    KernelProducts,
+    Product,
+    SmallRowsKernel,
+    plain_product,
+)
 from headrace.runner.small_rows_tiling import Tiling
 from headrace.runner.timing import Cost
 
@@ -55,3 +67,22 @@ def test_rows_without_all_costs_stay_as_they_were() -> None:
 )
 def test_one_product_alone(own: Cost, other: Cost, better: bool) -> None:
     assert own.beats(other) is better
+
+
+def test_the_quickest_tiling_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = Dense(mx.random.normal((128, 32)).astype(mx.bfloat16))
+    usual, wrong, other = KernelProducts.tilings(32, mx.bfloat16, Product(dense))
+    seconds = {None: 9.0, usual: 5.0, wrong: 1.0, other: 3.0}
+
+    def own(x: mx.array, product: Product) -> mx.array:
+        return plain_product(x, product) * (2 if product.tiling == wrong else 1)
+
+    def cost(by: partial[mx.array], *_: object) -> Cost:
+        return Cost(0.0, seconds.get(by.args[0], 20.0))
+
+    monkeypatch.setattr(small_rows, "_cost", cost)
+    products = SmallRowsKernel(own)
+    form = products.measure([(dense, None)])
+    assert products._chosen[(32, *form)] == other and products._chosen[(1, *form)] is None
+    assert f"kernel {wrong}: product 128 x 32 at 32 rows: differs by" in products.note()
+    assert any(f"32: {other} (3000000.0 : 9000000.0)" in line for line in products.details())
