@@ -20,7 +20,10 @@ sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 from checkpoint_files import CONFIG, tiny_weights, write_checkpoint
 
 from headrace.checkpoint.model_folder import describe
+from headrace.config import EngineConfig
+from headrace.core.memory_plan import DeviceMemory
 from headrace.errors import StartupError
+from headrace.runner.estimate import estimate
 from headrace.runner.loader import LoadedModel, candidate_forms, load_model, outline_model
 from headrace.runner.mlx_lm_adapter import build_model
 from headrace.runner.packed_weights import PackedWeights, wide
@@ -124,6 +127,16 @@ def test_the_plan_and_the_start_say_what_is_held(tmp_path: Path) -> None:
         assert loaded.dtype == "bfloat16" and text in loaded.notes[-1]
     plain = sum(value.size for name, value in tiny_weights().items() if "proj" in name or "head" in name)
     assert load(folder).weights_bytes == files.weights_bytes + 2 * plain
+
+
+def test_the_estimate_is_what_a_start_holds(tmp_path: Path) -> None:
+    folder = packed_folder(tmp_path / "m")
+    device = DeviceMemory(kind="cuda", total=1 << 34, working_set=1 << 34, free=1 << 34)
+    for keep, form in ((None, "packed, 4 bits, and bfloat16"), (True, "packed, 4 bits"), (False, "bfloat16")):
+        config = EngineConfig(model=str(folder), keep_quantized=keep)
+        found = estimate(describe(folder), config, device)
+        assert found.form == form
+        assert found.fixed.weights == load(folder, keep_quantized=keep).weights_bytes
 
 
 def test_all_forms_are_the_same_model(tmp_path: Path) -> None:
