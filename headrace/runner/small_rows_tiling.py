@@ -20,6 +20,8 @@ LEAST_BLOCKS = 120
 FILLING_BLOCKS = 132
 # A product of so many outputs has blocks enough for the widest ones, however few rows there are.
 MANY_OUTPUTS = 16384
+# Blocks of so few, such as those of an expert router, are narrow and share the inner dimension among many warps.
+FEW_OUTPUTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool)
 def _packed_tilings(rows: int, outputs: int, *, gated: bool, normed: bool) -> list[Tiling]:
     """Inputs are read as often as there are blocks, from the cache, which is what packed products wait for."""
     tiles = _tiles(rows)
-    if outputs % 32:
-        return [Tiling(tiles, 1, 4, 1, 8 if tiles == 1 else 4)]
+    if not gated and (outputs <= FEW_OUTPUTS or outputs % 32):
+        return [Tiling(tiles, 1, 8, 1, 2 if tiles < 4 else 1), Tiling(tiles, 1, 16, 1, 1)]
     if tiles == 1 and (gated or normed or outputs >= MANY_OUTPUTS):
         return [Tiling(1, 4, 4, 1, 3), Tiling(1, 2, 4, 1, 5), Tiling(1, 2, 4, 2, 4)]
     if tiles == 1:
