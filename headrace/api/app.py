@@ -1,6 +1,6 @@
 """The app factory: routes, layers, and the OpenAPI document.
 
-    RequestIds ► CORS ► ErrorBoundary ► Authentication ► routing ► handler
+    BelowRoot ► RequestIds ► CORS ► ErrorBoundary ► Authentication ► routing ► handler
 
 Handlers take the raw body and decode it themselves (see ``body`` and ``fields``); their schemas are written into
 the OpenAPI document from the same structs that decode them.
@@ -29,7 +29,14 @@ from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import OPEN_PATHS, AuthMiddleware
 from headrace.api.dashboard import feed
 from headrace.api.dashboard.pages import add_pages, read_files
-from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.edge import (
+    ANTHROPIC_HEADER,
+    HEADER,
+    BelowRoot,
+    ErrorBoundary,
+    RequestIds,
+    answer_http_exception,
+)
 from headrace.api.embeddings import routes as embeddings
 from headrace.api.embeddings.models import make_text_models
 from headrace.api.embeddings.schema import EmbeddingFields, RerankFields
@@ -110,7 +117,6 @@ def create_app(
     app = FastAPI(
         title="Headrace",
         version=headrace.__version__,
-        root_path=config.root_path,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -136,11 +142,13 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
             allow_headers=("*",),
-            expose_headers=(HEADER, "retry-after"),
+            expose_headers=(HEADER, ANTHROPIC_HEADER, "retry-after"),
         )
     app.add_middleware(RequestIds)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracing=tracing)
+    if config.root_path:
+        app.add_middleware(BelowRoot, root_path=config.root_path)
     return app
 
 

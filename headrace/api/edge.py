@@ -1,8 +1,9 @@
 """The outermost layers: a request id on every answer, and every failure as JSON.
 
-``RequestIds`` wraps everything. ``ErrorBoundary`` sits inside CORS (so that browsers may read errors) and outside
-authentication: whatever is raised in there becomes an answer in the dialect's error shape, or a log line when the
-answer has already begun. No traceback, path or class name leaves the process.
+``RequestIds`` wraps everything but ``BelowRoot``, which is there with ``--root-path`` only. ``ErrorBoundary`` sits
+inside CORS (so that browsers may read errors) and outside authentication: whatever is raised in there becomes an
+answer in the dialect's error shape, or a log line when the answer has already begun. No traceback, path or class name
+leaves the process.
 """
 
 from __future__ import annotations
@@ -37,6 +38,22 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_CLOSED = 499
 """Status in the log (never sent) of requests whose client left."""
+
+
+class BelowRoot:
+    """Takes ``root_path`` off the paths that have it, so that a proxy may strip it or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path.startswith(self._root_path + "/"):
+                path = path.removeprefix(self._root_path)
+            scope = {**scope, "path": path, "root_path": self._root_path}
+        await self._app(scope, receive, send)
 
 
 class RequestIds:

@@ -34,7 +34,12 @@ _SERVER = (
     Flag("--port", "port to listen on; 0: a free one, printed at start", "server.port", integer(0, 65535), "8000"),
     Flag("--config", "these flags in a YAML, TOML or JSON file; the command line wins", "cli.config", FILE),
     Flag("--model", "MODEL, in configuration files", "cli.model", text("MODEL")),
-    Flag("--root-path", "path prefix that a proxy strips", "server.root_path", url_path("PATH")),
+    Flag(
+        "--root-path",
+        "path prefix of a proxy in front, which may strip it or not",
+        "server.root_path",
+        url_path("PATH"),
+    ),
     Flag("--cors-origin", "browser origin allowed to call", "server.cors_origins", text("ORIGIN"), repeat=True),
     Flag("--ssl-certfile", "certificate chain (PEM); needs --ssl-keyfile", "server.ssl_certfile", FILE),
     Flag("--ssl-keyfile", "private key (PEM)", "server.ssl_keyfile", FILE),
