@@ -2,8 +2,8 @@
 
 ``RequestIds`` wraps everything but ``BelowRoot``, which is there with ``--root-path`` only. ``ErrorBoundary`` sits
 inside CORS (so that browsers may read errors) and outside authentication: whatever is raised in there becomes an
-answer in the dialect's error shape, or a log line when the answer has already begun. No traceback, path or class name
-leaves the process.
+answer in the dialect's error shape, or a log line when the answer has already begun. No traceback, path or class
+name leaves the process.
 """
 
 from __future__ import annotations

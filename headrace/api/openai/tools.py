@@ -5,6 +5,7 @@ Declared tools are shown to the model through its template; ``constraints`` judg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.api.fields import shown
@@ -30,11 +31,16 @@ def _check_tool(tool: dict[str, Any], where: str) -> str:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{where}.function must be an object, not {shown(function)}", param="tools")
+    return check_function(function, f"{where}.function")
+
+
+def check_function(function: Mapping[str, Any], where: str) -> str:
+    """The name of a declared function, whatever the dialect; ``where`` it stands in the request."""
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{where}.function.name must be a string that is not empty", param="tools")
+        raise InvalidRequest(f"{where}.name must be a string that is not empty", param="tools")
     for field, kind, words in (("description", str, "a string"), ("parameters", dict, "an object")):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
-            raise InvalidRequest(f"{where}.function.{field} must be {words}, not {shown(value)}", param="tools")
+            raise InvalidRequest(f"{where}.{field} must be {words}, not {shown(value)}", param="tools")
     return name
