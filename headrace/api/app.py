@@ -40,7 +40,7 @@ from headrace.api.edge import (
 from headrace.api.embeddings import routes as embeddings
 from headrace.api.embeddings.models import make_text_models
 from headrace.api.embeddings.schema import EmbeddingFields, RerankFields
-from headrace.api.grammar_check import GrammarCheck
+from headrace.api.grammar_check import Compiler, GrammarCheck
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
 from headrace.api.parsers import choose_parsers
@@ -50,6 +50,7 @@ from headrace.api.responses.store import ResponseStore
 from headrace.api.services import Services
 from headrace.api.traced import TracedRequests
 from headrace.config import GenerationDefaults, ServerConfig
+from headrace.gateway.grammar_process import GrammarProcess
 from headrace.gateway.latencies import WatchedMetrics
 from headrace.gateway.live import Live
 from headrace.gateway.pipeline import Pipeline
@@ -105,9 +106,14 @@ def create_app(
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient] | None = None,
     tracing: Tracing | None = None,
+    compiler: Compiler | None = None,
 ) -> FastAPI:
-    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``)."""
-    house = make_services(config, engine, text, metrics, sides or {}, tracing)
+    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``).
+
+    ``compiler`` judges grammars; None: a process of its own does.
+    """
+    compiler = compiler or GrammarProcess(config.engine.model, config.chat_template_file)
+    house = make_services(config, engine, text, metrics, sides or {}, GrammarCheck(compiler), tracing)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -158,6 +164,7 @@ def make_services(
     text: ModelText,
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient],
+    check: GrammarCheck,
     tracing: Tracing | None = None,
 ) -> Services:
     watched = WatchedMetrics(metrics)
@@ -174,7 +181,6 @@ def make_services(
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
     text_models = make_text_models(config, engine, text, watched, limits, sides)
-    check = GrammarCheck(text)
     live = Live(engine, watched, lambda: pipeline.num_running)
     return Services(config, engine, text, watched, pipeline, defaults, parsers, store, check, text_models, live)
 
