@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
 import shutil
@@ -11,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.cli.flags import OneLineParser
 from headrace.core.machine import cpu_model, read_memory, usable_cores
 from headrace.errors import StartupError
 
@@ -38,7 +38,7 @@ class Finding:
 
 def run(argv: Sequence[str]) -> int:
     """Print the report; 0 when Headrace can serve on this machine, else 1."""
-    parser = argparse.ArgumentParser(prog="headrace doctor", description="Check this machine for serving.")
+    parser = OneLineParser(prog="headrace doctor", description="Check this machine for serving.")
     parser.parse_args(argv)
     findings = [system(), *mlx_findings(), memory(), compiler(), demo_model()]
     print(render(findings))

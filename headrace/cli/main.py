@@ -71,6 +71,10 @@ def _dispatch(words: list[str]) -> int:
         return _not_yet(command, words[1:])
     if command not in COMMANDS:
         return _unknown(command)
+    from headrace.cli.flags import UsageError, is_unicode
+
+    if not all(map(is_unicode, words)):
+        raise UsageError("an argument is no text in the system's encoding (UTF-8, or what LANG says)")
     module = importlib.import_module(COMMANDS[command][0])
     code = module.run(words[1:])
     return int(code or 0)

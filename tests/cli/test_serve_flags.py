@@ -274,7 +274,19 @@ def test_keys_from_the_environment_only_without_flags() -> None:
     assert config_of(environment={"VLLM_API_KEY": ""}).api_keys == ()
 
 
-@pytest.mark.parametrize("words", [["hunter2", "n:hunter2"], ["has space"], ["schlüssel"]])
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    keys, settings = tmp_path / "keys", tmp_path / "c.json"
+    keys.write_bytes(b"\xef\xbb\xbfbob:b1\r\n\r\n# x\r\nb2\r\n")
+    settings.write_bytes(b'\xef\xbb\xbf{"port": 81}')
+    config = config_of("--api-key-file", str(keys), "--config", str(settings))
+    assert [(key.name, key.secret) for key in config.api_keys] == [("bob", "b1"), ("key-2", "b2")]
+    assert config.port == 81
+
+
+# A variable that was not set, in NAME:$KEY or $NAME:KEY, must not make a key that others can guess.
+@pytest.mark.parametrize(
+    "words", [["hunter2", "n:hunter2"], ["has space"], ["schlüssel"], ["alice:"], [":hunter2"]]
+)
 def test_unusable_keys_are_refused_without_showing_them(words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         config_of(*[part for word in words for part in ("--api-key", word)])

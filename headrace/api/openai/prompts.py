@@ -21,6 +21,7 @@ from headrace.api.openai.thinking import effort_variables
 from headrace.api.openai.tools import tools_for_template
 from headrace.api.parsers import kept_token_ids
 from headrace.api.services import Services
+from headrace.config import EngineConfig
 from headrace.errors import InvalidRequest
 from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
@@ -197,6 +198,7 @@ def _generation_request(
         raise InvalidRequest(
             f"{len(prompts)} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
         )
+    _check_places(len(prompts), services.config.engine)
     params = sampling_params(fields, services.defaults, services.text.end_token_ids, limits)
     if grammar is not None:
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -226,6 +228,17 @@ def _generation_request(
         cache_salt=fields.cache_salt or "",
         received_at=arrival.received_at,
     )
+
+
+def _check_places(num_prompts: int, engine: EngineConfig) -> None:
+    """More prompts than the engine ever takes are no matter of coming back later."""
+    seats = engine.max_num_seqs if engine.continuous_batching else 1
+    if num_prompts > seats + engine.max_queue:
+        raise InvalidRequest(
+            f"{num_prompts} prompts are more than this server takes at once: {seats} may run and"
+            f" {engine.max_queue} wait; send fewer, or start it with a larger --max-queue",
+            param="prompt",
+        )
 
 
 def _named(prompts: list[list[int]], fields: SamplingFields) -> list[tuple[list[int], str]]:
