@@ -4,8 +4,10 @@ ended when one takes too long, and is started anew for the next one when it has 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from headrace.params import Grammar
 
 LIMIT_S = 3.0
 _START_S = 60.0
+_END_S = 2.0
 _KEPT = 64
 _MODULE = "headrace.text.grammars.checking"
 
@@ -70,6 +73,10 @@ class GrammarProcess:
             raise error
 
 
+class _KilledFromOutside(GrammarError):
+    """The process was ended, by nobody here."""
+
+
 class _Child:
     """The process, used by one thread."""
 
@@ -79,20 +86,29 @@ class _Child:
 
     def judge(self, text: str) -> None:
         """Raises GrammarError: what the process says, or what happened to it."""
+        try:
+            verdict = self._ask(text)
+        except _KilledFromOutside:  # as by the kernel, for lack of memory: the grammar need not be at fault
+            verdict = self._ask(text)
+        if verdict is not None:
+            raise GrammarError(verdict)
+
+    def _ask(self, text: str) -> str | None:
         process = self._running()
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(text) + b"\n")
             process.stdin.flush()
-            verdict = self._read(process, LIMIT_S)
+            return self._read(process, LIMIT_S)
         except TimeoutError:
             self.end()
             raise GrammarError(f"it is too complex: compiling it takes more than {LIMIT_S:g} s") from None
         except (OSError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            killed = process.returncode == -signal.SIGKILL
             self.end()
-            raise GrammarError("the grammar library failed on it") from None
-        if verdict is not None:
-            raise GrammarError(verdict)
+            raise (_KilledFromOutside if killed else GrammarError)("the grammar library failed on it") from None
 
     def end(self) -> None:
         process, self._process = self._process, None
@@ -113,7 +129,6 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             start_new_session=True,  # a Ctrl-C in the terminal is for the gateway alone
         )
         try:

@@ -65,3 +65,12 @@ def test_it_ends_with_the_one_who_asked(process: GrammarProcess) -> None:
     started.stdin.close()
     psutil.Process(started.pid).wait(20)
     assert process.compile(lark('start: "c"')).result() is None
+
+
+def test_a_process_that_somebody_killed_is_no_verdict(process: GrammarProcess) -> None:
+    process.compile(GOOD).result()
+    started = process._child._process
+    assert started is not None
+    started.kill()
+    assert process.compile(lark('start: "d"')).result() is None
+    assert process._child._process is not started
