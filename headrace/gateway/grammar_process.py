@@ -74,7 +74,7 @@ class GrammarProcess:
 
 
 class _KilledFromOutside(GrammarError):
-    """The process was ended, by nobody here."""
+    """The process was ended, by nobody here; or it had been idle for long."""
 
 
 class _Child:
@@ -106,7 +106,7 @@ class _Child:
         except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
-            killed = process.returncode == -signal.SIGKILL
+            killed = process.returncode in (-signal.SIGKILL, -signal.SIGALRM)
             self.end()
             raise (_KilledFromOutside if killed else GrammarError)("the grammar library failed on it") from None
 

@@ -23,8 +23,10 @@ from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
 
 MEMORY_BYTES = 4 * 2**30
-# When the one who waits is gone, too; the signal needs no help of the interpreter.
+# The signal that ends the process then needs no help of the interpreter. The one who waits for a verdict is gone by
+# then; and without grammars nobody needs the memory to be held.
 ALARM_S = 10
+IDLE_S = 600
 ANYTHING = Grammar('{"grammars": [{"lark_grammar": "start: /(?s:.*)/"}]}')
 
 
@@ -36,10 +38,11 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.suppress(GrammarError):
         compiler.compile(ANYTHING).result()
     _say(None)
+    signal.alarm(IDLE_S)
     for line in sys.stdin.buffer:
         signal.alarm(ALARM_S)
         _say(_verdict(compiler, Grammar(msgspec.json.decode(line, type=str))))
-        signal.alarm(0)
+        signal.alarm(IDLE_S)
     return 0
 
 
