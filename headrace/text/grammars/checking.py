@@ -23,8 +23,8 @@ from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
 
 MEMORY_BYTES = 4 * 2**30
-# The signal that ends the process then needs no help of the interpreter. The one who waits for a verdict is gone by
-# then; and without grammars nobody needs the memory to be held.
+# Then a signal ends the process, which needs no help of the interpreter: the one who waits for a verdict is gone by
+# then; and without grammars nobody needs the memory that is held.
 ALARM_S = 10
 IDLE_S = 600
 ANYTHING = Grammar('{"grammars": [{"lark_grammar": "start: /(?s:.*)/"}]}')
