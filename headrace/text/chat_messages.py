@@ -30,12 +30,16 @@ class MessageForm:
         arguments_text: tool-call arguments as JSON text rather than an object.
         null_content: an assistant message that has tool calls and no content keeps null as its content.
         developer: the template knows the role "developer"; otherwise such messages become "system".
+        plain_tools: the template knows neither tools nor calls; ``plain_calls`` writes them for it.
+        system: it shows system messages.
     """
 
     content_parts: bool = False
     arguments_text: bool = False
     null_content: bool = False
     developer: bool = False
+    plain_tools: bool = False
+    system: bool = True
 
 
 def normalise(messages: Sequence[Mapping[str, object]], form: MessageForm) -> list[Message]:

@@ -98,6 +98,7 @@ IN_OWN_WORDS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {"tools": [{**TOOL, "name": ""}]}, "tools[0].name must be"),
     ("/v1/messages", {"tools": [{**TOOL, "description": 5}]}, "tools[0].description must be"),
     ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is"),
+    ("/v1/messages", {"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type must"),
     ("/v1/responses", {"tools": [{"type": "function"}]}, "tools[0].name must be"),
     ("/v1/responses", {"tools": [{"type": "function", "name": "x", "parameters": 5}]}, "tools[0].parameters must"),
     ("/v1/responses", {"tool_choice": {"type": "function"}}, '{"type": "function", "name": …}'),

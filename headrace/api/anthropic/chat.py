@@ -199,7 +199,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where}.input_schema must be an object, not {shown(schema)}", param="tools")
-    function: dict[str, Any] = {"name": check_function({**tool, "parameters": schema}, where)}
+    function: dict[str, Any] = {"name": check_function(tool, where, "input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": {**function, "parameters": schema}}

@@ -34,13 +34,21 @@ def _check_tool(tool: dict[str, Any], where: str) -> str:
     return check_function(function, f"{where}.function")
 
 
-def check_function(function: Mapping[str, Any], where: str) -> str:
-    """The name of a declared function, whatever the dialect; ``where`` it stands in the request."""
+def check_function(function: Mapping[str, Any], where: str, schema: str = "parameters") -> str:
+    """The name of a declared function, whatever the dialect.
+
+    ``where`` it stands in the request; ``schema`` is the field that describes its arguments.
+    """
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{where}.name must be a string that is not empty", param="tools")
-    for field, kind, words in (("description", str, "a string"), ("parameters", dict, "an object")):
+    for field, kind, words in (("description", str, "a string"), (schema, dict, "an object")):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
             raise InvalidRequest(f"{where}.{field} must be {words}, not {shown(value)}", param="tools")
+    kind_of_arguments = (function.get(schema) or {}).get("type", "object")
+    if kind_of_arguments != "object":
+        raise InvalidRequest(
+            f'{where}.{schema}.type must be "object", not {shown(kind_of_arguments)}', param="tools"
+        )
     return name

@@ -23,8 +23,8 @@ from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
 
 MEMORY_BYTES = 4 * 2**30
-# After so long a signal ends the process, which needs no help of the interpreter: then the one who waits for a verdict
-# is gone; and without grammars nobody needs the memory that is held.
+# After so long a signal ends the process, which needs no help of the interpreter. By then the one who waits for a
+# verdict is gone; and without grammars nobody needs the memory that is held.
 ALARM_S = 10
 IDLE_S = 600
 ANYTHING = Grammar('{"grammars": [{"lark_grammar": "start: /(?s:.*)/"}]}')
