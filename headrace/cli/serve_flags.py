@@ -12,6 +12,7 @@ from headrace.cli.values import (
     FILE,
     JSON_OBJECT,
     KV_BITS,
+    ORIGIN,
     OVERFLOW_POLICY,
     choice,
     http_url,
@@ -40,7 +41,7 @@ _SERVER = (
         "server.root_path",
         url_path("PATH"),
     ),
-    Flag("--cors-origin", "browser origin allowed to call", "server.cors_origins", text("ORIGIN"), repeat=True),
+    Flag("--cors-origin", "browser origin allowed to call", "server.cors_origins", ORIGIN, repeat=True),
     Flag("--ssl-certfile", "certificate chain (PEM); needs --ssl-keyfile", "server.ssl_certfile", FILE),
     Flag("--ssl-keyfile", "private key (PEM)", "server.ssl_keyfile", FILE),
     Flag(
@@ -230,12 +231,12 @@ _ANSWERS = (
 )
 
 _DEFAULTS = (
-    Flag("--default-temperature", "0: greedy", "defaults.temperature", number(0)),
+    Flag("--default-temperature", "0: greedy", "defaults.temperature", number(0, 2)),
     Flag("--default-top-p", "1: off", "defaults.top_p", number(0, 1, above=True)),
     Flag("--default-top-k", "0: off", "defaults.top_k", integer(0)),
     Flag("--default-min-p", "0: off", "defaults.min_p", number(0, 1)),
     Flag("--default-presence-penalty", "0: off", "defaults.presence_penalty", number(-2, 2)),
-    Flag("--default-repetition-penalty", "1: off", "defaults.repetition_penalty", number(0, above=True)),
+    Flag("--default-repetition-penalty", "1: off", "defaults.repetition_penalty", number(0.01, 100)),
     Flag(
         "--default-chat-template-kwargs",
         "variables for the chat template",

@@ -130,6 +130,18 @@ def http_url(metavar: str) -> Kind:
     return Kind(metavar, parse)
 
 
+def _parse_origin(value: str) -> object:
+    parts = urlsplit(value)
+    if value not in ("*", "null") and (
+        not parts.scheme or not parts.netloc or value != f"{parts.scheme}://{parts.netloc}"
+    ):
+        raise ValueError('"*", or scheme and host as a browser sends them, such as https://chat.example:8443')
+    return value
+
+
+ORIGIN = Kind("ORIGIN", _parse_origin)
+
+
 def url_path(metavar: str) -> Kind:
     """A path prefix such as ``/llm``, kept without a slash at its end."""
 

@@ -203,6 +203,10 @@ def test_kv_quantization_and_its_other_spellings(words: str, dtype: str) -> None
         "--chat-template no-such-file.jinja",
         "--default-chat-template-kwargs [1]",
         "--default-top-p 0",
+        "--default-temperature 2.1",
+        "--default-repetition-penalty 0",
+        "--cors-origin chat.example",
+        "--cors-origin https://chat.example/",
         "--continuous-batching --no-continuous-batching",
         "--enable-prefix-cache --disable-prefix-cache",
         "--keep-quantized --dequantize",
@@ -272,6 +276,12 @@ def test_keys_from_the_environment_only_without_flags() -> None:
     assert [key.secret for key in config_of(environment={"VLLM_API_KEY": "two"}).api_keys] == ["two"]
     assert [key.secret for key in config_of("--api-key", "k", environment=environment).api_keys] == ["k"]
     assert config_of(environment={"VLLM_API_KEY": ""}).api_keys == ()
+
+
+def test_a_name_that_is_given_twice_is_one() -> None:
+    names = ("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "a")
+    assert config_of(*names).served_model_names == ("a", "b")
+    assert config_of("--cors-origin", "*", "--cors-origin", "null").cors_origins == ("*", "null")
 
 
 def test_files_of_other_editors(tmp_path: Path) -> None:
