@@ -123,7 +123,7 @@ class ErrorBoundary:
         except ClientGone:
             return
         except RequestError as error:
-            failure = error
+            failure = without_frames(error)
         except Exception:
             log.exception("a request failed", extra={"id": scope[REQUEST_ID]})
             failure = InternalFault("internal error")
@@ -133,6 +133,16 @@ class ErrorBoundary:
             self._metrics.rejected(rejection_reason(failure))
         if not begun:
             await error_response(failure, scope)(scope, receive, send)
+
+
+def without_frames(error: RequestError) -> RequestError:
+    """The error, without what it remembers of where it was raised.
+
+    Its frames hold the request's body and refer back to it, and the garbage collector that would find such a circle
+    comes rarely (``headrace.core.collector``).
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def rejection_reason(error: RequestError) -> str:

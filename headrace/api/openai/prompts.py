@@ -132,6 +132,7 @@ async def completion_request(
 ) -> tuple[GenerationRequest, list[str]]:
     """The request, and the prompts' texts (for echo)."""
     prompts = split_prompts(fields.prompt, limits)
+    _check_number(len(prompts), fields.n or 1, services.config.engine)
     tokenizer = services.text.tokenizer
 
     def tokenize() -> list[list[int]]:
@@ -194,11 +195,6 @@ def _generation_request(
     grammar: Grammar | None = None,
 ) -> GenerationRequest:
     n = fields.n or 1
-    if n * len(prompts) > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
-        )
-    _check_places(len(prompts), services.config.engine)
     params = sampling_params(fields, services.defaults, services.text.end_token_ids, limits)
     if grammar is not None:
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -230,8 +226,12 @@ def _generation_request(
     )
 
 
-def _check_places(num_prompts: int, engine: EngineConfig) -> None:
+def _check_number(num_prompts: int, n: int, engine: EngineConfig) -> None:
     """More prompts than the engine ever takes are no matter of coming back later."""
+    if n * num_prompts > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
+        )
     seats = engine.max_num_seqs if engine.continuous_batching else 1
     if num_prompts > seats + engine.max_queue:
         raise InvalidRequest(

@@ -18,9 +18,11 @@ def tools_for_template(fields: ChatFields) -> list[dict[str, Any]] | None:
     """The tools that the template shows: none of them under ``tool_choice`` "none"."""
     tools = fields.tools or []
     names = [_check_tool(tool, f"tools[{position}]") for position, tool in enumerate(tools)]
-    for position, name in enumerate(names):
-        if name in names[:position]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise InvalidRequest(f"tools has two functions named {shown(name)}", param="tools")
+        seen.add(name)
     check_tool_choice(fields.tool_choice, names)
     return tools if tools and fields.tool_choice != "none" else None
 
