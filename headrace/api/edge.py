@@ -138,8 +138,8 @@ class ErrorBoundary:
 def without_frames(error: RequestError) -> RequestError:
     """The error, without what it remembers of where it was raised.
 
-    Its frames hold the request's body and refer back to it, and the garbage collector that would find such a circle
-    comes rarely (``headrace.core.collector``).
+    Its frames hold the request's body and refer back to it, and the collector that would find such a circle comes
+    rarely (``headrace.core.collector``).
     """
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
