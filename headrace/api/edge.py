@@ -71,21 +71,14 @@ class RequestIds:
         shown_id = offered if _SANE_ID.fullmatch(offered) else scope[REQUEST_ID]
         scope[SHOWN_ID] = shown_id
         began_at = time.monotonic()
-        status = CLIENT_CLOSED
+        status, is_noted = CLIENT_CLOSED, False
 
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[HEADER] = shown_id
-                if is_anthropic(scope):
-                    headers[ANTHROPIC_HEADER] = shown_id
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
+        def note() -> None:
+            """One line per request; it is there before the client has the whole answer."""
+            nonlocal is_noted
+            if is_noted:
+                return
+            is_noted = True
             log.log(
                 logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
                 "%s %s %d",
@@ -98,6 +91,23 @@ class RequestIds:
                     "duration_s": round(time.monotonic() - began_at, 3),
                 },
             )
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = shown_id
+                if is_anthropic(scope):
+                    headers[ANTHROPIC_HEADER] = shown_id
+            elif not message.get("more_body"):
+                note()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            note()
 
 
 class ErrorBoundary:
