@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -97,3 +98,13 @@ def test_help_imports_nothing_heavy() -> None:
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
     code, out, err = call(capsys, *words)
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_standard_files_that_are_closed_or_full() -> None:
+    command = [sys.executable, "-m", "headrace.cli.main", "--version"]
+    closed = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], timeout=60)
+    assert closed.returncode == 0
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
