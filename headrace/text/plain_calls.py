@@ -4,6 +4,7 @@ tools                       described at the end of the system message; where th
                             of the first user message
 assistant with tool_calls   its content, and a <tool_call> block for each
 tool                        a user message with a <tool_response> block; results in a row share one message
+                                with each other and with what the user says next (some templates want turns)
 """
 
 from __future__ import annotations
@@ -31,15 +32,14 @@ def as_text(
     result: list[Message] = []
     before: object = None
     for message in messages:
-        role = message["role"]
+        role, shown = message["role"], _without_calls(message)
         if role == "tool":
             block = f"<tool_response>\n{_text(message)}\n</tool_response>"
-            if before == "tool":
-                result[-1] = _with_text(result[-1], f"{_text(result[-1])}\n{block}")
-            else:
-                result.append(_with_text({"role": "user", "content": message["content"]}, block))
+            shown = _with_text({"role": "user", "content": message["content"]}, block)
+        if before == "tool" and role in ("tool", "user"):
+            result[-1] = _with_text(result[-1], f"{_text(result[-1])}\n{_text(shown)}")
         else:
-            result.append(_without_calls(message))
+            result.append(shown)
         before = role
     return _described(result, tools, takes_system) if tools else result
 
