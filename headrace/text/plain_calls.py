@@ -3,8 +3,8 @@
 tools                       described at the end of the system message; where the template takes none, in front
                             of the first user message
 assistant with tool_calls   its content, and a <tool_call> block for each
-tool                        a user message with a <tool_response> block; results in a row share one message
-                                with each other and with what the user says next (some templates want turns)
+tool                        a user message with a <tool_response> block; results in a row share one message with
+                            each other and with what the user says next (some templates want turns)
 """
 
 from __future__ import annotations
