@@ -53,7 +53,8 @@ class LiveServer:
         """The newest child, whether it is ready or still loads."""
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children()
-            return max(children, key=lambda child: child.create_time(), default=None)
+            workers = [child for child in children if "headrace.text.grammars.checking" not in child.cmdline()]
+            return max(workers, key=lambda child: child.create_time(), default=None)
         return None
 
     async def is_ready(self) -> bool:

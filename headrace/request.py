@@ -92,9 +92,10 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         token_ids: new tokens in order, the stop token included when one ended the sequence.
         logprobs: one entry per token when the request asked, else empty.
         finish_reason: set once, with the sequence's last tokens.
-        cached_tokens: prompt tokens taken from the prefix cache; sent with the first output.
+        cached_tokens: prompt tokens taken from the prefix cache; sent with the first output and signs of life.
         prompt_logprobs: with the first output when asked; entry i is of prompt token i (the first is None).
         error: for ``FinishReason.ERROR``: one line for the client.
+        refused: the error is about what the request demands, not a fault of the engine.
         hidden: with the finish when ``params.embed`` asked: the hidden state at the prompt's last token behind the
             model's last norm, little-endian float32. Such a sequence has no tokens.
         timeline: with the finish of a traced request's sequence.
@@ -108,5 +109,6 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
+    refused: bool = False
     hidden: bytes = b""
     timeline: Timeline | None = None

@@ -1,6 +1,6 @@
 """The app factory: routes, layers, and the OpenAPI document.
 
-    RequestIds ► CORS ► ErrorBoundary ► Authentication ► routing ► handler
+    BelowRoot ► RequestIds ► CORS ► ErrorBoundary ► Authentication ► routing ► handler
 
 Handlers take the raw body and decode it themselves (see ``body`` and ``fields``); their schemas are written into
 the OpenAPI document from the same structs that decode them.
@@ -29,11 +29,18 @@ from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.auth import OPEN_PATHS, AuthMiddleware
 from headrace.api.dashboard import feed
 from headrace.api.dashboard.pages import add_pages, read_files
-from headrace.api.edge import HEADER, ErrorBoundary, RequestIds, answer_http_exception
+from headrace.api.edge import (
+    ANTHROPIC_HEADER,
+    HEADER,
+    BelowRoot,
+    ErrorBoundary,
+    RequestIds,
+    answer_http_exception,
+)
 from headrace.api.embeddings import routes as embeddings
 from headrace.api.embeddings.models import make_text_models
 from headrace.api.embeddings.schema import EmbeddingFields, RerankFields
-from headrace.api.grammar_check import GrammarCheck
+from headrace.api.grammar_check import Compiler, GrammarCheck
 from headrace.api.openai import generate
 from headrace.api.openai.schema import ChatFields, CompletionFields
 from headrace.api.parsers import choose_parsers
@@ -43,6 +50,7 @@ from headrace.api.responses.store import ResponseStore
 from headrace.api.services import Services
 from headrace.api.traced import TracedRequests
 from headrace.config import GenerationDefaults, ServerConfig
+from headrace.gateway.grammar_process import GrammarProcess
 from headrace.gateway.latencies import WatchedMetrics
 from headrace.gateway.live import Live
 from headrace.gateway.pipeline import Pipeline
@@ -98,9 +106,14 @@ def create_app(
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient] | None = None,
     tracing: Tracing | None = None,
+    compiler: Compiler | None = None,
 ) -> FastAPI:
-    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``)."""
-    house = make_services(config, engine, text, metrics, sides or {}, tracing)
+    """The HTTP side of one engine, and of the ones beside it (see ``make_text_models``).
+
+    ``compiler`` judges grammars; None: a process of its own does.
+    """
+    compiler = compiler or GrammarProcess(config.engine.model, config.chat_template_file)
+    house = make_services(config, engine, text, metrics, sides or {}, GrammarCheck(compiler), tracing)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -110,7 +123,6 @@ def create_app(
     app = FastAPI(
         title="Headrace",
         version=headrace.__version__,
-        root_path=config.root_path,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -136,11 +148,13 @@ def create_app(
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
             allow_headers=("*",),
-            expose_headers=(HEADER, "retry-after"),
+            expose_headers=(HEADER, ANTHROPIC_HEADER, "retry-after"),
         )
     app.add_middleware(RequestIds)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracing=tracing)
+    if config.root_path:
+        app.add_middleware(BelowRoot, root_path=config.root_path)
     return app
 
 
@@ -150,6 +164,7 @@ def make_services(
     text: ModelText,
     metrics: RequestMetrics,
     sides: Mapping[str, EngineClient],
+    check: GrammarCheck,
     tracing: Tracing | None = None,
 ) -> Services:
     watched = WatchedMetrics(metrics)
@@ -166,7 +181,6 @@ def make_services(
     parsers = choose_parsers(config, text)
     log.info("answers: tool calls %s, thinking %s", parsers.tools or "as text", parsers.reasoning or "as text")
     text_models = make_text_models(config, engine, text, watched, limits, sides)
-    check = GrammarCheck(text)
     live = Live(engine, watched, lambda: pipeline.num_running)
     return Services(config, engine, text, watched, pipeline, defaults, parsers, store, check, text_models, live)
 

@@ -86,8 +86,7 @@ class AuthMiddleware:
         self._app = app
         self._keys = KeyRing(config.api_keys)
         self._limiter = RateLimiter(config.rate_limit_per_min)
-        prefix = config.root_path.rstrip("/")
-        self._open_paths = open_paths | {prefix + path for path in open_paths}
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:

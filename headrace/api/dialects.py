@@ -31,7 +31,7 @@ _ANTHROPIC_KINDS = {
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request is one to Anthropic's API, to a path that is known or not."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path: str = scope["path"]
     if path == _MODELS or path.startswith(_MODELS + "/"):
         return any(name == _VERSION_HEADER for name, _ in scope["headers"])
     return path == _ANTHROPIC_ROOT or path.startswith(_ANTHROPIC_ROOT + "/")

@@ -1,8 +1,9 @@
 """The outermost layers: a request id on every answer, and every failure as JSON.
 
-``RequestIds`` wraps everything. ``ErrorBoundary`` sits inside CORS (so that browsers may read errors) and outside
-authentication: whatever is raised in there becomes an answer in the dialect's error shape, or a log line when the
-answer has already begun. No traceback, path or class name leaves the process.
+``RequestIds`` wraps everything but ``BelowRoot``, which is there with ``--root-path`` only. ``ErrorBoundary`` sits
+inside CORS (so that browsers may read errors) and outside authentication: whatever is raised in there becomes an
+answer in the dialect's error shape, or a log line when the answer has already begun. No traceback, path or class
+name leaves the process.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ CLIENT_CLOSED = 499
 """Status in the log (never sent) of requests whose client left."""
 
 
+class BelowRoot:
+    """Takes ``root_path`` off the paths that have it, so that a proxy may strip it or not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path.startswith(self._root_path + "/"):
+                path = path.removeprefix(self._root_path)
+            scope = {**scope, "path": path, "root_path": self._root_path}
+        await self._app(scope, receive, send)
+
+
 class RequestIds:
     """Gives each request an id, sends it back (the client's own when that is sane), writes the access log."""
 
@@ -54,21 +71,14 @@ class RequestIds:
         shown_id = offered if _SANE_ID.fullmatch(offered) else scope[REQUEST_ID]
         scope[SHOWN_ID] = shown_id
         began_at = time.monotonic()
-        status = CLIENT_CLOSED
+        status, is_noted = CLIENT_CLOSED, False
 
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[HEADER] = shown_id
-                if is_anthropic(scope):
-                    headers[ANTHROPIC_HEADER] = shown_id
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
+        def note() -> None:
+            """One line per request; it is there before the client has the whole answer."""
+            nonlocal is_noted
+            if is_noted:
+                return
+            is_noted = True
             log.log(
                 logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
                 "%s %s %d",
@@ -81,6 +91,23 @@ class RequestIds:
                     "duration_s": round(time.monotonic() - began_at, 3),
                 },
             )
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = shown_id
+                if is_anthropic(scope):
+                    headers[ANTHROPIC_HEADER] = shown_id
+            elif not message.get("more_body"):
+                note()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            note()
 
 
 class ErrorBoundary:
@@ -106,7 +133,7 @@ class ErrorBoundary:
         except ClientGone:
             return
         except RequestError as error:
-            failure = error
+            failure = without_frames(error)
         except Exception:
             log.exception("a request failed", extra={"id": scope[REQUEST_ID]})
             failure = InternalFault("internal error")
@@ -116,6 +143,16 @@ class ErrorBoundary:
             self._metrics.rejected(rejection_reason(failure))
         if not begun:
             await error_response(failure, scope)(scope, receive, send)
+
+
+def without_frames(error: RequestError) -> RequestError:
+    """The error, without what it remembers of where it was raised.
+
+    Its frames hold the request's body and refer back to it, and the collector that would find such a circle comes
+    rarely (``headrace.core.collector``).
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def rejection_reason(error: RequestError) -> str:

@@ -66,7 +66,7 @@ def _explain(message: str, body: dict[str, Any]) -> InvalidRequest:
 def _demand(message: str) -> str:
     complaint = _COMPLAINT.match(message)
     if complaint is None:
-        return "has a value that is not one of the accepted ones" if "enum" in message else "is not valid"
+        return "must be one of the accepted values" if "enum" in message else "is not valid"
     kinds = [_NAMES.get(kind, kind) for kind in complaint.group("kind").split(" | ")]
     kind = " or ".join(name for name in kinds if name)
     bound = complaint.group("bound").strip()

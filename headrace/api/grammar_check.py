@@ -1,39 +1,45 @@
 """Whether a demanded form can be kept to, found out before an answer begins.
 
-The gateway compiles what the worker will compile again, on a thread beside the event loop, and keeps the verdict.
+What the worker will compile is compiled before, in a process of its own (``headrace.gateway.grammar_process``):
+whatever a grammar does to its compiler happens there.
 """
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from headrace.errors import GrammarError, InvalidRequest, NotReady
 from headrace.params import Grammar
-from headrace.text.grammars.compiler import GrammarCompiler
-from headrace.text.model_text import ModelText
 
-LIMIT_S = 4.0
+WAIT_S = 8.0
+RETRY_S = 3.0
+
+
+class Compiler(Protocol):
+    """Finds out whether a grammar compiles."""
+
+    def compile(self, grammar: Grammar) -> Future[Any]:
+        """Fails with ``GrammarError``."""
+        ...
 
 
 class GrammarCheck:
-    """Compiles grammars for one model, within a time."""
+    """Waits for verdicts on grammars."""
 
-    def __init__(self, text: ModelText) -> None:
-        self._compiler = GrammarCompiler(lambda: text)
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Raises InvalidRequest that says why ``param`` cannot be kept to; NotReady when others come first."""
         compiling = self._compiler.compile(grammar)
         waiting = asyncio.wrap_future(compiling)
-        done, _ = await asyncio.wait({waiting}, timeout=LIMIT_S)
+        done, _ = await asyncio.wait({waiting}, timeout=WAIT_S)
         if not done:
-            began = not compiling.cancel()
+            compiling.cancel()
             waiting.cancel()
-            if began:
-                raise InvalidRequest(
-                    f"{param} is too complex: compiling it takes more than {LIMIT_S:g} s", param=param
-                )
-            raise NotReady("other schemas are being compiled; try again", retry_after_s=LIMIT_S)
+            raise NotReady("other schemas are being compiled; try again", retry_after_s=RETRY_S)
         error = waiting.exception()
         if isinstance(error, GrammarError):
             raise refusal(param, error)

@@ -15,6 +15,9 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.answer import needs_special
 from headrace.text.tools.detect import choose
 
+PLAIN_CALLS = "hermes"
+"""Of the form in which ``headrace.text.plain_calls`` writes calls for templates that know none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
@@ -57,7 +60,10 @@ def choose_parsers(config: ServerConfig, text: ModelText) -> Parsers:
     template = text.chat_template
     plain = choose(template.source(), added)
     with_tools = choose(template.source(with_tools=True), added)
-    tools = _named(config.tool_call_parser, with_tools.tools or plain.tools)
+    found = with_tools.tools or plain.tools
+    if template.is_available and not template.shows_tools:
+        found = PLAIN_CALLS
+    tools = _named(config.tool_call_parser, found)
     reasoning = _named(config.reasoning_parser, plain.reasoning or with_tools.reasoning)
     needs_special(reasoning, tools)  # refuses names that are not known
     return Parsers(tools, reasoning)

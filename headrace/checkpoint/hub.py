@@ -76,6 +76,8 @@ def ensure_local(model: str, options: FetchOptions | None = None, progress: Prog
     Raises StartupError (one line) when there is nothing by that name or it cannot be fetched.
     """
     options = options or FetchOptions()
+    if not model.strip():
+        raise ModelFileError("the model's name is empty: give a folder, a .gguf file or a hub id")
     path = Path(model).expanduser()
     if path.exists():
         return path

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.bench.stats import Distribution
 from headrace.cli.flags import Flag, FlagTable, UsageError, collect, make_parser, read_arguments
 from headrace.cli.serve_flags import SERVE_FLAGS
-from headrace.cli.values import choice, integer, text
+from headrace.cli.values import choice, integer, output_file
 from headrace.errors import StartupError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = "Measures the engine in this process. MODEL and the engine's flags are those of serve."
 OUTPUT_FLAGS = (
     Flag("--format", "what is written", "bench.format", choice("table", "json"), "table"),
-    Flag("--output", "write to this file", "bench.output", text("FILE"), "standard output"),
+    Flag("--output", "write to this file", "bench.output", output_file("FILE"), "standard output"),
 )
 _OWN = (
     Flag("--num-requests", "requests, all there from the beginning", "bench.num_requests", integer(1), "16"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.cli.flags import Flag, FlagTable, UsageError
-from headrace.cli.values import FILE, Kind, choice, integer, number, text
+from headrace.cli.values import FILE, Kind, choice, integer, number, output_file, text
 
 FORMATS = ("table", "json", "csv", "sqlite", "html")
 
@@ -104,7 +104,7 @@ BENCH_FLAGS = FlagTable.of(
         "output": (
             Flag("--format", "what is written", "bench.format", choice(*FORMATS), "table"),
             Flag("--json", "same as --format json", "bench.format", const="json"),
-            Flag("--output", "write to this file", "bench.output", text("FILE"), "standard output"),
+            Flag("--output", "write to this file", "bench.output", output_file("FILE"), "standard output"),
             Flag("--scrape-metrics", "read the server's /metrics meanwhile", "bench.scrape_metrics",
                  Kind("{true,false}", _boolean), "true"),
             Flag("--no-progress", "nothing on standard error while it runs", "bench.progress", const=False),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.bench_flags import BENCH_FLAGS, FORMATS, BenchSettings, read_settings
 from headrace.cli.flags import Flag, FlagTable, UsageError, collect, make_parser, read_arguments
-from headrace.cli.values import choice, text
+from headrace.cli.values import choice, output_file
 from headrace.errors import StartupError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _REPORT_FLAGS = FlagTable.of(
     {
         "output": (
             Flag("--format", "what is written", "bench.format", choice(*FORMATS), "table"),
-            Flag("--output", "write to this file", "bench.output", text("FILE"), "standard output"),
+            Flag("--output", "write to this file", "bench.output", output_file("FILE"), "standard output"),
         )
     }
 )

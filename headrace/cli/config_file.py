@@ -17,7 +17,7 @@ def load_config_file(path: str) -> Mapping[str, object]:
     if suffix not in (".yaml", ".yml", ".toml", ".json"):
         raise UsageError(f"--config {name}: the name must end in .yaml, .yml, .toml or .json")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             content = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {name} cannot be read: {_one_line(error)}") from None

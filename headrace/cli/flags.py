@@ -16,7 +16,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headrace.cli.values import Kind
 from headrace.errors import StartupError
@@ -90,9 +90,29 @@ class FlagTable:
         return tuple(flag for _, flags in self.groups for flag in flags)
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose complaints are UsageErrors; an unknown flag comes with the nearest known one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
     def error(self, message: str) -> NoReturn:
+        name, _, said = message.removeprefix("argument ").partition(": ")
+        if name == "unrecognized arguments":
+            word = said.split()[0].split("=")[0]
+            raise UsageError(
+                unknown(word, self._option_names(), "flag") if word[0] == "-" else f"unexpected {word}"
+            )
+        if said.startswith("ignored explicit argument"):
+            raise UsageError(f"{name} takes no value")
         raise UsageError(message.removeprefix("argument "))
+
+    def _option_names(self) -> list[str]:
+        names = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                names += [name for inner in action.choices.values() for name in inner._option_string_actions]
+        return names
 
 
 class _Record(argparse.Action):
@@ -140,11 +160,10 @@ def parse_value(flag: Flag, value: str) -> object:
 
 
 def make_parser(command: str, usage: str, description: str, table: FlagTable) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"headrace {command}",
         usage=f"headrace {command} {usage}",
         description=description,
-        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     for title, flags in table.groups:
@@ -245,3 +264,8 @@ def unknown(name: str, known: Iterable[str], what: str) -> str:
     """One line about an unknown name, with the nearest known one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"unknown {what} {name}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def is_unicode(text: str) -> bool:
+    """False for words and paths with bytes that the system's encoding does not have."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -30,6 +30,8 @@ def read_keys(flags: Iterable[str], file: str | None, environment: Mapping[str, 
 
 
 def _key(word: str, index: int) -> ApiKey:
+    if word.startswith(":") or (_NAMED.fullmatch(word + "x") and not _NAMED.fullmatch(word)):
+        raise UsageError(f"API key number {index} is half of NAME:KEY; give both, or a key without a colon there")
     named = _NAMED.fullmatch(word)
     name, secret = (named[1], named[2]) if named else (f"key-{index}", word)
     if not secret.isascii() or not secret.isprintable() or " " in secret:
@@ -39,7 +41,7 @@ def _key(word: str, index: int) -> ApiKey:
 
 def _file_lines(path: str) -> list[str]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError):
         raise UsageError("--api-key-file cannot be read as text") from None

@@ -7,6 +7,7 @@ found something wrong or failed, 2 wrong usage or a permanent fault at start, 13
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -37,6 +38,7 @@ NOT_YET: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The console scripts' entry point; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_files()
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a reader that left is found here, not when the interpreter ends
@@ -50,11 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from headrace.errors import HeadraceError, StartupError
 
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            print(f"headrace: what it says cannot be written: {error.strerror}", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as above
+            return 1
         if not isinstance(error, HeadraceError):
             raise
         command = f" {words[0]}" if words and words[0] in COMMANDS else ""
         print(f"headrace{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, StartupError) else 1
+
+
+def _open_standard_files() -> None:
+    """Without them their numbers would go to sockets, which libraries do not expect."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _dispatch(words: list[str]) -> int:
@@ -71,6 +87,10 @@ def _dispatch(words: list[str]) -> int:
         return _not_yet(command, words[1:])
     if command not in COMMANDS:
         return _unknown(command)
+    from headrace.cli.flags import UsageError, is_unicode
+
+    if not all(map(is_unicode, words)):
+        raise UsageError("an argument is no text in the system's encoding (UTF-8, or what LANG says)")
     module = importlib.import_module(COMMANDS[command][0])
     code = module.run(words[1:])
     return int(code or 0)

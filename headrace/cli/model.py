@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.flags import UsageError
+from headrace.cli.flags import OneLineParser, UsageError
 
 if TYPE_CHECKING:
     from headrace.checkpoint.hub import FetchOptions
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 _NOT_YET = ("convert", "register", "qualify", "list")
 _REPORT_EVERY_S = 0.5
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UsageError(message)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,9 +32,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="headrace model", description="Look at models and fetch them.")
+    parser = OneLineParser(prog="headrace model", description="Look at models and fetch them.")
     commands = parser.add_subparsers(
-        dest="subcommand", required=True, metavar="inspect|acquire", parser_class=_Parser
+        dest="subcommand", required=True, metavar="inspect|acquire", parser_class=OneLineParser
     )
     inspect = commands.add_parser("inspect", help="print what a model is, as JSON; loads no weights")
     inspect.add_argument("model", help="folder, .gguf file or hub id (owner/model)")

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.flags import FlagTable, Given, UsageError, collect, make_parser, read_arguments, read_mapping
+from headrace.cli.flags import (
+    FlagTable,
+    Given,
+    UsageError,
+    collect,
+    is_unicode,
+    make_parser,
+    read_arguments,
+    read_mapping,
+)
 from headrace.cli.serve_flags import SERVE_FLAGS
 from headrace.errors import StartupError
 
@@ -122,6 +131,8 @@ def locate(model: str | None, download: Mapping[str, Any]) -> tuple[str, str]:
     if is_local and "revision" in download:
         raise UsageError(f"--revision is for models from a hub; {model} is on this machine")
     path = os.path.abspath(ensure_local(model, FetchOptions(**download), _show_progress))
+    if not is_unicode(path):
+        raise StartupError(f"{path}: this path is no text in the system's encoding; rename its folders")
     return path, os.path.basename(path).removesuffix(".gguf") if is_local else model
 
 

@@ -12,6 +12,7 @@ from headrace.cli.values import (
     FILE,
     JSON_OBJECT,
     KV_BITS,
+    ORIGIN,
     OVERFLOW_POLICY,
     choice,
     http_url,
@@ -34,8 +35,13 @@ _SERVER = (
     Flag("--port", "port to listen on; 0: a free one, printed at start", "server.port", integer(0, 65535), "8000"),
     Flag("--config", "these flags in a YAML, TOML or JSON file; the command line wins", "cli.config", FILE),
     Flag("--model", "MODEL, in configuration files", "cli.model", text("MODEL")),
-    Flag("--root-path", "path prefix that a proxy strips", "server.root_path", url_path("PATH")),
-    Flag("--cors-origin", "browser origin allowed to call", "server.cors_origins", text("ORIGIN"), repeat=True),
+    Flag(
+        "--root-path",
+        "path prefix of a proxy in front, which may strip it or not",
+        "server.root_path",
+        url_path("PATH"),
+    ),
+    Flag("--cors-origin", "browser origin allowed to call", "server.cors_origins", ORIGIN, repeat=True),
     Flag("--ssl-certfile", "certificate chain (PEM); needs --ssl-keyfile", "server.ssl_certfile", FILE),
     Flag("--ssl-keyfile", "private key (PEM)", "server.ssl_keyfile", FILE),
     Flag(
@@ -230,12 +236,12 @@ _ANSWERS = (
 )
 
 _DEFAULTS = (
-    Flag("--default-temperature", "0: greedy", "defaults.temperature", number(0)),
+    Flag("--default-temperature", "0: greedy", "defaults.temperature", number(0, 2)),
     Flag("--default-top-p", "1: off", "defaults.top_p", number(0, 1, above=True)),
     Flag("--default-top-k", "0: off", "defaults.top_k", integer(0)),
     Flag("--default-min-p", "0: off", "defaults.min_p", number(0, 1)),
     Flag("--default-presence-penalty", "0: off", "defaults.presence_penalty", number(-2, 2)),
-    Flag("--default-repetition-penalty", "1: off", "defaults.repetition_penalty", number(0, above=True)),
+    Flag("--default-repetition-penalty", "1: off", "defaults.repetition_penalty", number(0.01, 100)),
     Flag(
         "--default-chat-template-kwargs",
         "variables for the chat template",

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.cli.flags import OneLineParser
 from headrace.errors import StartupError
 
 MARK = "Written by headrace service install"
@@ -96,10 +97,15 @@ def systemd_unit(service: Service) -> bytes:
     ]
     if not service.user:
         lines += (
-            [f"User={service.account}"] if service.account else ["DynamicUser=true", "CacheDirectory=headrace"]
+            [f"User={service.account}"]
+            if service.account
+            else [
+                "DynamicUser=true",  # it has no home; these folders are its own
+                f"CacheDirectory={service.name}",
+                f"StateDirectory={service.name}",
+                f"Environment=HEADRACE_CACHE=/var/cache/{service.name} HEADRACE_STATE=/var/lib/{service.name}",
+            ]
         )
-        if not service.account:
-            lines.append("Environment=HEADRACE_CACHE=/var/cache/headrace")
     lines += ["", "[Install]", f"WantedBy={'default.target' if service.user else 'multi-user.target'}", ""]
     return "\n".join(lines).encode()
 
@@ -158,7 +164,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="headrace service",
         usage="headrace service install|uninstall|status [options] [-- WORDS OF serve]",
         description="Run the server as a service of launchd (macOS) or systemd (Linux).",

@@ -120,7 +120,8 @@ def server_config(
     """
     check(values)
     fields = section(values, "server")
-    fields.setdefault("served_model_names", (model_name,))
+    names = cast("tuple[str, ...]", fields.get("served_model_names", (model_name,)))
+    fields["served_model_names"] = tuple(dict.fromkeys(names))
     for role, (path, name) in (sides or {}).items():
         fields[role] = side_model(values, path, name)
     fields["api_keys"] = read_keys(

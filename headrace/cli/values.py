@@ -102,6 +102,18 @@ def text(metavar: str) -> Kind:
     return Kind(metavar, parse)
 
 
+def output_file(metavar: str) -> Kind:
+    """A file that can be written, as far as its folder tells: said before the work, not behind it."""
+
+    def parse(value: str) -> object:
+        folder = os.path.dirname(os.path.abspath(value))
+        if not value.strip() or os.path.isdir(value) or not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError("a file in a folder that exists and can be written to")
+        return value
+
+    return Kind(metavar, parse)
+
+
 def http_url(metavar: str) -> Kind:
     """An http or https URL with a host."""
 
@@ -116,6 +128,18 @@ def http_url(metavar: str) -> Kind:
         return value
 
     return Kind(metavar, parse)
+
+
+def _parse_origin(value: str) -> object:
+    parts = urlsplit(value)
+    if value not in ("*", "null") and (
+        not parts.scheme or not parts.netloc or value != f"{parts.scheme}://{parts.netloc}"
+    ):
+        raise ValueError('"*", or scheme and host as a browser sends them, such as https://chat.example:8443')
+    return value
+
+
+ORIGIN = Kind("ORIGIN", _parse_origin)
 
 
 def url_path(metavar: str) -> Kind:

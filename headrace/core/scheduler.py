@@ -141,6 +141,11 @@ class Scheduler:
         """Ids of requests with a running sequence, most urgent first."""
         return list(dict.fromkeys(seq.group.request.id for seq in self._running))
 
+    def cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens of an admitted request that came from the prefix cache."""
+        group = self._roster.groups.get(request_id)
+        return 0 if group is None else group.cached_tokens or 0
+
     def waiting_ids(self) -> list[str]:
         """Ids of requests of which no sequence runs."""
         running = set(self.running_ids())

@@ -7,6 +7,8 @@ running stream's next token, which asks none of these questions.
 
 from __future__ import annotations
 
+import msgspec
+
 from headrace.core.roster import Roster
 from headrace.core.sequence import Sequence
 from headrace.core.step import SampledToken, StepResult
@@ -54,7 +56,7 @@ class Settling:
         if row.epoch < seq.void_epoch:
             return None
         if seq.seq_id in result.refused:
-            return self._fail(seq, result.refused[seq.seq_id])
+            return msgspec.structs.replace(self._fail(seq, result.refused[seq.seq_id]), refused=True)
         error = result.failed.get(seq.seq_id)
         if error is not None and not seq.is_isolated and seq.num_faults < MAX_FAULTS:
             roster.isolate(seq)

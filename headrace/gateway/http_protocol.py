@@ -2,13 +2,15 @@
 
 httptools bounds neither the size of a request head nor the time a client takes to send head and body; they are
 bounded here, and so is the number of connections. Malformed requests get the API's JSON error, not plain text.
-HTTP/1.0 knows no chunks: there, a body of unknown length ends where the connection does.
+HTTP/1.0 knows no chunks: there, a body of unknown length ends where the connection does. The end of what a client
+sends looks the same whether it left or waits; it is taken as gone a moment later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
+import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 300.0
+HALF_CLOSED_S = 0.5
 MAX_CONNECTIONS = 8192
 # Descriptors that are no connections: sockets of workers, files, pipes.
 SPARE_FILES = 128
@@ -51,6 +54,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that sends no more has left, or waits for its answer: what comes soon it still gets."""
+        cycle = self.cycle
+        if self.scheme == "https" or cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        self.loop.call_later(HALF_CLOSED_S, self.transport.close)
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._timer is None:
@@ -113,13 +124,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answer and close; nothing is sent in the middle of another answer."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_quiet():
+            if self.cycle is not None:
+                self.cycle.disconnected = True  # its application, if it reads the body, has nobody to answer
             error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
             body = msgspec.json.encode({"error": error})
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            head %= status, _REASONS[status], len(body)
+            head = (
+                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
+            )
+            head %= status, _REASONS[status], len(body), uuid.uuid4().hex.encode()
             self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+    def _is_quiet(self) -> bool:
+        """Whether no answer is under way: none was begun, and no request stands before this one."""
+        if self.cycle is None or self.cycle.response_complete:
+            return True
+        return not self.cycle.response_started and not self.pipeline
 
 
 def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.errors import InternalFault, RequestError, RequestTimeout
+from headrace.errors import InternalFault, InvalidRequest, RequestError, RequestTimeout
 from headrace.gateway.events import Embedded, Event, KeepAlive, PromptScored, SequenceFinished, Started
 from headrace.gateway.run_record import RunRecord, RunTracing
 from headrace.gateway.sequence_text import SequenceText, TextOptions, score_prompt
@@ -302,6 +302,8 @@ class PromptRun:
 
 def _raise_failure(output: SequenceOutput) -> None:
     """A failed sequence fails its request: half an answer that looks whole would be worse."""
+    if output.refused:
+        raise InvalidRequest(output.error)
     if output.finish_reason is FinishReason.ERROR:
         raise InternalFault(output.error or "the engine failed on this request")
     if output.finish_reason is FinishReason.TIMEOUT:

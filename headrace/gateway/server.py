@@ -17,6 +17,7 @@ import ipaddress
 import logging
 import os
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -276,7 +278,6 @@ class _Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            root_path=config.root_path,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -360,9 +361,11 @@ def ready_line(config: ServerConfig, port: int) -> str:
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     url = f"{scheme}://{host}:{port}{config.root_path}"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
-    body = f'{{"model":"{config.served_model_names[0]}","messages":[{{"role":"user","content":"Hello"}}]}}'
+    message = {"role": "user", "content": "Hello"}
+    body = msgspec.json.encode({"model": config.served_model_names[0], "messages": [message]}).decode()
     return (
-        f"Ready: {url}  Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+        f"Ready: {url}  Try: curl {url}/v1/chat/completions"
+        f" -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     )
 
 

@@ -18,8 +18,8 @@ class _Merged:
     """Outputs of one sequence since the reader last looked."""
 
     __slots__ = (
-        "cached_tokens", "error", "finish_reason", "hidden", "logprobs", "prompt_logprobs", "single", "timeline",
-        "token_ids",
+        "cached_tokens", "error", "finish_reason", "hidden", "logprobs", "prompt_logprobs", "refused", "single",
+        "timeline", "token_ids",
     )  # fmt: skip
 
     def __init__(self, output: SequenceOutput) -> None:
@@ -30,6 +30,7 @@ class _Merged:
         self.cached_tokens = output.cached_tokens
         self.prompt_logprobs = output.prompt_logprobs
         self.error = output.error
+        self.refused = output.refused
         self.hidden = output.hidden
         self.timeline = output.timeline
 
@@ -40,6 +41,7 @@ class _Merged:
         self.finish_reason = output.finish_reason or self.finish_reason
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.error = output.error or self.error
+        self.refused = output.refused or self.refused
         self.hidden = output.hidden or self.hidden
         self.timeline = output.timeline or self.timeline
         if output.prompt_logprobs is not None:
@@ -55,6 +57,7 @@ class _Merged:
             cached_tokens=self.cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            refused=self.refused,
             hidden=self.hidden,
             timeline=self.timeline,
         )

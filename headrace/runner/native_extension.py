@@ -80,33 +80,41 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise ExtensionError("g++ is missing")
-    python = Path(sysconfig.get_paths()["include"])
-    if not (python / "Python.h").exists():
+def missing() -> str | None:
+    """What a build lacks on this machine, in a few words; None: nothing."""
+    if shutil.which("g++") is None:
+        return "g++ is missing"
+    if not (_python_headers() / "Python.h").exists():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise ExtensionError(
-            f"Python's headers are missing (on Debian or Ubuntu: apt-get install python{version}-dev)"
-        )
-    nanobind = _package("nanobind")
-    if nanobind is None:
-        raise ExtensionError("nanobind is missing (pip install nanobind)")
-    mlx = _mlx_folder()
+        return f"Python's headers are missing (on Debian or Ubuntu: apt-get install python{version}-dev)"
+    if _package("nanobind") is None:
+        return "nanobind is missing (pip install nanobind)"
+    return None if _mlx_folder() is not None else "MLX's headers are missing"
+
+
+def _python_headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
+def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
+    if (lack := missing()) is not None:
+        raise ExtensionError(lack)
+    compiler, python = shutil.which("g++"), _python_headers()
+    nanobind, mlx = _package("nanobind"), _mlx_folder()
+    assert compiler is not None and nanobind is not None and mlx is not None
     includes = [mlx / "include", nanobind / "include", nanobind / "ext/robin_map/include", python]
     command = [compiler, *_FLAGS, *flags, *(f"-I{folder}" for folder in includes), *map(str, units)]
     command += [str(nanobind / "src/nb_combined.cpp"), f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target)]
     subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True)
 
 
-def _mlx_folder() -> Path:
+def _mlx_folder() -> Path | None:
     """Where MLX's headers and library are: the package is one folder that several distributions fill."""
     spec = importlib.util.find_spec("mlx")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
         if (Path(place) / "include/mlx/primitives.h").exists() and (Path(place) / "lib").is_dir():
             return Path(place)
-    raise ExtensionError("MLX's headers are missing")
+    return None
 
 
 def _package(name: str) -> Path | None:

@@ -1,9 +1,10 @@
 """Chat messages as clients send them, brought into the one form that templates read.
 
 Templates know: ``role``, ``content`` (a string; for some a list of parts), ``tool_calls`` (with arguments as an
-object; for some as JSON text), ``tool_call_id``, ``name``, and per family ``reasoning_content``. Null fields
-are dropped, absent content becomes "" (null beside tool calls, for templates that tell the two apart), text
-parts are joined without a separator.
+object; for some as JSON text), ``tool_call_id``, ``name``, and per family ``reasoning_content``. What tool calls
+were called before (``function_call``, the role ``function``) becomes what they are called now. Null fields are
+dropped, absent content becomes "" (null beside tool calls, for templates that tell the two apart), text parts are
+joined without a separator.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ class MessageForm:
         arguments_text: tool-call arguments as JSON text rather than an object.
         null_content: an assistant message that has tool calls and no content keeps null as its content.
         developer: the template knows the role "developer"; otherwise such messages become "system".
+        plain_tools: the template knows neither tools nor calls; ``plain_calls`` writes them for it.
+        system: it shows system messages.
     """
 
     content_parts: bool = False
     arguments_text: bool = False
     null_content: bool = False
     developer: bool = False
+    plain_tools: bool = False
+    system: bool = True
 
 
 def normalise(messages: Sequence[Mapping[str, object]], form: MessageForm) -> list[Message]:
@@ -51,12 +56,18 @@ def _message(index: int, message: Mapping[str, object], form: MessageForm, names
         raise _invalid(f"message {index} is not an object")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _invalid(f"message {index} has an unknown role; known are {', '.join(sorted(ROLES))}")
+        raise _invalid(f"message {index} has an unknown role, {role!r}; known are {', '.join(sorted(ROLES))}")
     result: Message = {key: value for key, value in message.items() if value is not None}
+    if "audio" in result:
+        raise _invalid(f"message {index} has audio; this model takes text only")
+    role = "tool" if role == "function" else role
     result["role"] = "system" if role == "developer" and not form.developer else role
-    text = content_text(message.get("content"), f"message {index}")
+    refusal = result.pop("refusal", None)  # what an assistant said instead of content
+    content = refusal if message.get("content") is None else message["content"]
+    text = content_text(content, f"message {index}")
     result["content"] = [{"type": "text", "text": text}] if form.content_parts else text
-    calls = result.pop("tool_calls", None)
+    legacy = result.pop("function_call", None)
+    calls = result.pop("tool_calls", None) or ([{"type": "function", "function": legacy}] if legacy else None)
     if calls:
         result["tool_calls"] = _tool_calls(calls, index, form, names)
         if form.null_content and message.get("content") is None:

@@ -18,6 +18,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from headrace.errors import InvalidRequest, ModelFileError
 from headrace.text.chat_messages import Message, MessageForm, check_strings, normalise
 from headrace.text.jinja_environment import TemplateRefusal, make_environment
+from headrace.text.plain_calls import as_text
 from headrace.text.special_text import unused_guards
 from headrace.text.tokenizer import Tokenizer
 
@@ -67,6 +68,11 @@ class ChatTemplate:
         """Jinja text of the template in use, "" when there is none."""
         return self._sources[self._select(with_tools)] if self._templates else ""
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a template knows tools, in a form of its own."""
+        return any(not form.plain_tools for form in self._forms.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -105,6 +111,8 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         normal = normalise(messages, self._forms[name])
+        if self._forms[name].plain_tools:
+            normal, tools = as_text(normal, tools, takes_system=self._forms[name].system), None
         guards = _Guards(self._tokenizer, [normal, tools, variables])
         safe_messages = [guards.message(message) for message in normal]
         if continue_final_message:
@@ -182,6 +190,8 @@ class ChatTemplate:
             arguments_text=isinstance(arguments, str),
             null_content=shows_argument(without_content) and "None" not in without_content,
             developer=re.search(r"""["']developer["']""", self._sources[name]) is not None,
+            plain_tools="tool" not in self._sources[name],
+            system=probe in render([{**user, "role": "system"}, {**user, "content": empty}]),
         )
 
 

@@ -112,10 +112,13 @@ def _load_gguf(path: Path, override: str | None) -> ModelText:
 
 def _read_template_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise StartupError(f"--chat-template {path}: cannot be read: {reason}") from None
+    if not template.strip():
+        raise StartupError(f"--chat-template {path}: the file is empty; every chat would be")
+    return template
 
 
 def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:

@@ -30,15 +30,14 @@ def validate_stops(value: object, param: str = "stop") -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise InvalidRequest(f"'{param}' must be a string, a list of strings or null", param=param)
-    stops: list[str] = []
+    stops: dict[str, None] = {}
     for item in items:
         if not isinstance(item, str):
             raise InvalidRequest(f"'{param}' may hold only strings", param=param)
         if not item:
             raise InvalidRequest(f"'{param}' may not hold an empty string", param=param)
         check_text(item, param)
-        if item not in stops:
-            stops.append(item)
+        stops[item] = None
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             f"'{param}' holds {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed", param=param

@@ -217,7 +217,10 @@ class Engine:
 
     def _signs_of_life(self) -> list[SequenceOutput]:
         """One empty output per request that is not waiting any more and has no token yet."""
-        return [SequenceOutput(request_id=request_id) for request_id in sorted(self._running - self._answering)]
+        return [
+            SequenceOutput(request_id=request_id, cached_tokens=self._scheduler.cached_tokens(request_id))
+            for request_id in sorted(self._running - self._answering)
+        ]
 
     def _add(self, request: EngineRequest) -> Accepted | Rejected:
         try:

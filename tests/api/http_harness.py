@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine
 
 from headrace.api.app import create_app
 from headrace.config import EngineConfig, ServerConfig
+from headrace.text.grammars.compiler import GrammarCompiler
 from headrace.text.model_text import ModelText
 
 T = TypeVar("T")
@@ -123,7 +124,9 @@ class Api:
     def __init__(self, text: ModelText, config: ServerConfig, engine: ScriptedEngine | None = None) -> None:
         self.engine = engine or ScriptedEngine()
         self.metrics = RecordingMetrics()
-        self.app: FastAPI = create_app(config, self.engine, text, self.metrics)
+        self.app: FastAPI = create_app(
+            config, self.engine, text, self.metrics, compiler=GrammarCompiler(lambda: text)
+        )
         self.runner = asyncio.Runner()
         transport = httpx.ASGITransport(self.app)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from http_harness import MODEL, Api
+from http_harness import CONFIG, MODEL, Api
 from support import scripted
+
+from headrace.config import EngineConfig
+from headrace.text.model_text import ModelText
 
 
 @pytest.mark.parametrize("script", sorted(scripted.SCRIPTS))
@@ -262,3 +266,13 @@ def test_token_ids_are_returned_when_asked(api: Api) -> None:
     ]
     completed = api.complete(return_token_ids=True).json()["choices"][0]
     assert len(completed["prompt_token_ids"]) == 2
+
+
+def test_more_prompts_than_ever_fit_are_not_asked_to_come_back(text_side: ModelText) -> None:
+    small = EngineConfig(model="unused", max_num_seqs=2, max_queue=3)
+    api = Api(text_side, msgspec.structs.replace(CONFIG, engine=small))
+    answer = api.complete(["<|s05|><|assistant|>"] * 6)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+    assert "2 may run and 3 wait" in answer.json()["error"]["message"]
+    assert len(api.complete(["<|s05|><|assistant|>"] * 5).json()["choices"]) == 5
+    api.close()

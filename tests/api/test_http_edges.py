@@ -244,3 +244,18 @@ def test_openapi_document_describes_the_bodies(api: Api) -> None:
     text = json.dumps(document)
     for reference in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
         assert reference in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/deep/prefix"])
+def test_a_proxy_may_strip_the_root_path_or_not(make_api: Any, prefix: str) -> None:
+    api = make_api(api_keys=KEYS, root_path="/deep/prefix")
+    ours = {"authorization": "Bearer secret-a"}
+    assert api.send("GET", f"{prefix}/health").status_code == 200
+    assert api.send("GET", f"{prefix}/v1/models").status_code == 401
+    assert api.send("GET", f"{prefix}/v1/models", headers=ours).json()["data"][0]["id"] == "scripted"
+    assert api.send("GET", f"{prefix}/v1/models/scripted", headers=ours).status_code == 200
+    refused = api.send("POST", f"{prefix}/v1/messages", headers=ours, json={})
+    assert refused.status_code == 400 and refused.json()["type"] == "error"
+    document = api.send("GET", f"{prefix}/openapi.json", headers=ours).json()
+    assert document["servers"] == [{"url": "/deep/prefix"}]
+    assert api.send("GET", f"{prefix}/deep/prefix/nothing", headers=ours).status_code == 404

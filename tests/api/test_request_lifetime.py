@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from http_harness import Api, RawClient, chat_body, completion_body, parse_strea
 from support import scripted
 
 from headrace.api import app as app_module
-from headrace.errors import ContextLengthExceeded, QueueFull
+from headrace.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from headrace.gateway import pipeline as pipeline_module
 from headrace.request import FinishReason
 
@@ -271,3 +272,26 @@ def test_metrics_of_a_request(api: Api) -> None:
     assert [(end["prompt_tokens"], end["completion_tokens"]) for end in metrics.ends] == [(4, 18), (4, 9)]
     assert metrics.later_tokens == 9 + 9 + 9 - 3
     assert len(metrics.queue_times) == 2
+
+
+def count_refusals() -> int:
+    return sum(isinstance(found, InvalidRequest) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"])
+def test_a_refused_request_leaves_nothing_for_the_collector(api: Api, path: str) -> None:
+    """Its body would be kept until then, and the collector comes rarely."""
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"messages": [{"role": "user", "content": "x" * 600}], "prompt": 5, "input": 5},
+    ]
+    api.post(path, {})
+    gc.collect()
+    gc.disable()
+    try:
+        before = count_refusals()
+        for body in bodies:
+            assert api.post(path, body).status_code == 400
+        assert count_refusals() == before
+    finally:
+        gc.enable()

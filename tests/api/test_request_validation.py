@@ -144,7 +144,7 @@ COMPLETION_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("logprobs", True, ("true",)),
     ("logprobs", 21, ("20",)),
     ("suffix", "x", ("suffix",)),
-    ("thinking_token_budget", 5, ("not supported yet",)),
+    ("thinking_token_budget", 5, ("not a field of this route",)),
     ("tools", [{}], ("tools",)),
 ]
 

@@ -385,3 +385,12 @@ def test_a_server_that_refuses_everything_is_a_fault(capsys: pytest.CaptureFixtu
     with scripted_thread(lambda index: refused, ROUTES) as (url, _):
         assert main(["bench-serve", "--url", url, "--model", "gpt"]) == 2
     assert "404: no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench-serve", "bench", "bench-kv-cache"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_measuring(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path, tmp_path / "nowhere" / "b.json"):
+        assert main([command, "--output", str(place)]) == 2
+        assert "--output must be a file in a folder that exists" in capsys.readouterr().err

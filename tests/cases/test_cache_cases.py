@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from typing import Any
 
 import pytest
 from support.client import Answer, at_once
@@ -120,3 +122,22 @@ def test_cached_tokens_tell_the_truth_in_both_modes(server: Server, route: str) 
         assert answer.cached_tokens > 1900
         assert answer.usage["prompt_tokens"] == cold.usage["prompt_tokens"] >= 2000
         assert answer.text() == cold.text() == "ABCDEFGH"
+
+
+def test_a_streamed_message_begins_with_the_cached_part(server: Server) -> None:
+    """Of a prompt that is known in part, before its first token."""
+
+    def usages(content: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        message = {"role": "user", "content": content}
+        body = {"model": "m", "max_tokens": 20, "stream": True, "messages": [message]}
+        answer = server.client.post("/v1/messages", body)
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        (begin,) = [event["message"]["usage"] for event in events if event["type"] == "message_start"]
+        (end,) = [event["usage"] for event in events if event["type"] == "message_delta"]
+        return begin, end
+
+    usages("<|s05|>" + "m" * 2000)
+    begin, end = usages("<|s05|>" + "m" * 2000 + "n" * 300)
+    names = ("input_tokens", "cache_read_input_tokens")
+    assert [begin[name] for name in names] == [end[name] for name in names]
+    assert begin["cache_read_input_tokens"] > 1900

@@ -273,6 +273,14 @@ def test_an_impossible_choice_is_refused(demo: Server, fields: dict[str, Any], p
     assert answer.status == 400 and answer.error is not None and answer.error["param"] == param
 
 
+def test_demands_that_contradict_each_other_are_no_fault_of_ours(scripted: Server) -> None:
+    for answer in scripted.client.both("<|s05|>", guided_choice=["x"], allowed_token_ids=[65]):
+        assert answer.status == (200 if answer.streamed else 400)
+        assert answer.error is not None and answer.error["type"] == "invalid_request_error"
+        assert "allowed_token_ids leaves no token" in answer.message
+    scripted.client.check_control()
+
+
 def test_anthropic_and_responses_force_calls_too(demo: Server) -> None:
     tools = [{"name": "get_time", "input_schema": TOOLS[0]["function"]["parameters"]}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_time"}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -77,3 +78,33 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model", "inspect", "x", "--revison", "y"), "unknown flag --revison: did you mean --revision?"),
+        (("model", "acquire", "x", "--target=y"), "unknown flag --target: did you mean --target-dir?"),
+        (("service", "install", "--usr"), "unknown flag --usr: did you mean --user?"),
+        (("service", "instal"), "invalid choice: 'instal'"),
+        (("doctor", "--hlp"), "unknown flag --hlp: did you mean --help?"),
+        (("doctor", "x"), "unexpected x"),
+        (("serve", "--continuous-batching=false"), "--continuous-batching takes no value"),
+        (("serve", ""), "the model's name is empty"),
+        (("model", "inspect", " "), "the model's name is empty"),
+        (("serve", "caf\udce9"), "no text in the system's encoding"),
+    ],
+)
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    code, out, err = call(capsys, *words)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_standard_files_that_are_closed_or_full() -> None:
+    command = [sys.executable, "-m", "headrace.cli.main", "--version"]
+    closed = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], timeout=60)
+    assert closed.returncode == 0
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left" in done.stderr

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from headrace.cli import doctor
 from headrace.cli.doctor import Finding, render
+from headrace.runner import native_extension
 
 
 @pytest.mark.slow
@@ -34,6 +36,14 @@ def test_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.sys, "platform", "linux")
     finding = doctor.compiler()
     assert finding.ok and "g++" in finding.advice
+
+
+def test_what_else_a_build_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.sys, "platform", "linux")
+    monkeypatch.setattr(native_extension, "_python_headers", lambda: Path("/nowhere"))
+    monkeypatch.setattr(native_extension.shutil, "which", lambda _: "/usr/bin/g++")
+    finding = doctor.compiler()
+    assert finding.value == "/usr/bin/g++" and "-dev" in finding.advice
 
 
 def test_other_versions_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,10 @@ def test_kv_quantization_and_its_other_spellings(words: str, dtype: str) -> None
         "--chat-template no-such-file.jinja",
         "--default-chat-template-kwargs [1]",
         "--default-top-p 0",
+        "--default-temperature 2.1",
+        "--default-repetition-penalty 0",
+        "--cors-origin chat.example",
+        "--cors-origin https://chat.example/",
         "--continuous-batching --no-continuous-batching",
         "--enable-prefix-cache --disable-prefix-cache",
         "--keep-quantized --dequantize",
@@ -274,7 +278,25 @@ def test_keys_from_the_environment_only_without_flags() -> None:
     assert config_of(environment={"VLLM_API_KEY": ""}).api_keys == ()
 
 
-@pytest.mark.parametrize("words", [["hunter2", "n:hunter2"], ["has space"], ["schlüssel"]])
+def test_a_name_that_is_given_twice_is_one() -> None:
+    names = ("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "a")
+    assert config_of(*names).served_model_names == ("a", "b")
+    assert config_of("--cors-origin", "*", "--cors-origin", "null").cors_origins == ("*", "null")
+
+
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    keys, settings = tmp_path / "keys", tmp_path / "c.json"
+    keys.write_bytes(b"\xef\xbb\xbfbob:b1\r\n\r\n# x\r\nb2\r\n")
+    settings.write_bytes(b'\xef\xbb\xbf{"port": 81}')
+    config = config_of("--api-key-file", str(keys), "--config", str(settings))
+    assert [(key.name, key.secret) for key in config.api_keys] == [("bob", "b1"), ("key-2", "b2")]
+    assert config.port == 81
+
+
+# A variable that was not set, in NAME:$KEY or $NAME:KEY, must not make a key that others can guess.
+@pytest.mark.parametrize(
+    "words", [["hunter2", "n:hunter2"], ["has space"], ["schlüssel"], ["alice:"], [":hunter2"]]
+)
 def test_unusable_keys_are_refused_without_showing_them(words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         config_of(*[part for word in words for part in ("--api-key", word)])

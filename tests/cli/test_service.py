@@ -36,6 +36,8 @@ def test_systemd_accepts_the_unit(tmp_path: Path, user: bool) -> None:
     text = unit.read_text()
     assert 'a\\"b%%c$$d' in text and '"/models/with space"' in text
     assert ("WantedBy=default.target" in text) == user and ("DynamicUser=true" in text) == (not user)
+    own = ("StateDirectory=headrace", "HEADRACE_STATE=/var/lib/headrace", "HEADRACE_CACHE=/var/cache/headrace")
+    assert all((line in text) == (not user) for line in own)
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd here to ask")
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)

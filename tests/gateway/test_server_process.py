@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -101,6 +103,13 @@ class Client(threading.Thread):
     def wait_for(self, count: int) -> None:
         while len(self.lines) < count and self.is_alive():
             time.sleep(0.01)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    return received
 
 
 def gone(process: psutil.Process) -> bool:
@@ -281,6 +290,37 @@ def test_an_endless_head_is_refused(start: Any) -> None:
             assert answer.status_code == 200 and answer.text.endswith("end\n")
 
 
+@pytest.mark.parametrize(
+    "body", [b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n", b"Transfer-Encoding: gzip\r\n\r\nabc"]
+)
+def test_a_body_that_is_no_http_is_refused_in_words(start: Any, body: bytes) -> None:
+    server = start().ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /health HTTP/1.1\r\nHost: x\r\n" + body)
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+    assert b'{"error":' in answer and b"\r\nx-request-id: " in answer
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_client_that_sends_no_more_still_gets_what_is_soon_there(start: Any) -> None:
+    server = start().ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    body = msgspec.json.encode({"id": "h", "max_tokens": 5})
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 200") and b"end\n" in answer
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        connection.shutdown(socket.SHUT_WR)
+        assert read_to_end(connection) == b""
+
+
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="limits of another process: Linux only")
 def test_more_connections_than_files_are_refused_in_words(start: Any) -> None:
     server = start().ready()
@@ -333,6 +373,8 @@ def test_small_parts() -> None:
     refuse_exposure(ServerConfig(**base, host="0.0.0.0", insecure=True))
     line = ready_line(ServerConfig(**base, host="::", root_path="/x"), 99)
     assert line.startswith("Ready: http://[::1]:99/x  Try: curl http://[::1]:99/x/v1/chat/completions")
+    words = shlex.split(ready_line(ServerConfig(**{**base, "served_model_names": ('it\'s "é"\\',)}), 99))
+    assert json.loads(words[-1])["model"] == 'it\'s "é"\\'
     with bind("localhost", 0) as listener:
         assert listener.getsockname()[1] > 0
 

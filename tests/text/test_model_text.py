@@ -115,6 +115,8 @@ def test_broken_templates_are_named(folder: Path) -> None:
         model_text.load(folder)
     with pytest.raises(StartupError, match="--chat-template"):
         model_text.load(folder, chat_template_file=str(folder / "absent"))
+    with pytest.raises(StartupError, match="the file is empty"):
+        model_text.load(folder, chat_template_file=_written(folder / "mine", " \n"))
 
 
 # -- numbers -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from headrace.api.anthropic.schema import MessagesFields, PromptFields
 from headrace.api.fields import shown
 from headrace.api.openai.schema import ChatFields
 from headrace.api.openai.thinking import effort_variables, switch_of
+from headrace.api.openai.tools import check_function
 from headrace.errors import InvalidRequest
 from headrace.text.stop_strings import validate_stops
 
@@ -30,7 +31,7 @@ def chat_fields(fields: PromptFields, template_of: Callable[[bool], str], thinks
     budget = _budget(fields.thinking)
     messages = _messages(fields)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
-    choice, parallel = _tool_choice(fields.tool_choice)
+    choice, parallel = _tool_choice(fields)
     is_open = messages[-1]["role"] == "assistant"
     if is_open and "tool_calls" in messages[-1]:
         raise InvalidRequest(
@@ -198,24 +199,35 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{where}.input_schema must be an object, not {shown(schema)}", param="tools")
-    function: dict[str, Any] = {"name": _string(tool, "name", where, "tools")}
+    function: dict[str, Any] = {"name": check_function(tool, where, "input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+def _tool_choice(fields: PromptFields) -> tuple[str | dict[str, Any] | None, bool | None]:
     """The choice in the chat form, and whether several calls may come."""
+    choice = fields.tool_choice
     if choice is None:
         return None, None
-    parallel = False if choice.get("disable_parallel_tool_use") is True else None
-    match choice.get("type"):
-        case "auto" | "none" as kind:
-            return kind, parallel
+    single = choice.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        raise InvalidRequest(
+            f"tool_choice.disable_parallel_tool_use must be true or false, not {shown(single)}",
+            param="tool_choice",
+        )
+    parallel = False if single else None
+    kind = choice.get("type")
+    if kind in ("any", "tool") and not fields.tools:
+        raise InvalidRequest(f"tool_choice.type is {shown(kind)}, but tools declares none", param="tool_choice")
+    match kind:
+        case "auto" | "none":
+            return str(kind), parallel
         case "any":
             return "required", parallel
         case "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+            name = _string(choice, "name", "tool_choice", "tool_choice")
+            return {"type": "function", "function": {"name": name}}, parallel
     raise InvalidRequest(
         f'tool_choice.type must be "auto", "any", "tool" or "none", not {shown(choice.get("type"))}',
         param="tool_choice",
@@ -262,4 +274,6 @@ def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or found.get("type") != "json_schema":
         raise InvalidRequest('output_config.format.type must be "json_schema"', param="output_config")
+    if found.get("schema") is None:
+        raise InvalidRequest("output_config.format.schema is required", param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": found.get("schema")}}

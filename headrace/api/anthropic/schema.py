@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from headrace.api.openai import schema
 from headrace.errors import InvalidRequest
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -42,6 +43,7 @@ HINTS = frozenset({
     "anthropic_version", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id",
 })  # fmt: skip
 REFUSED = frozenset({"container", "mcp_servers", "output_format", "fallbacks"})
+_KNOWN = frozenset({*MessagesFields.__struct_fields__, *HINTS, *REFUSED})
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
@@ -49,9 +51,9 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for name in sorted(REFUSED):
         if body.get(name) not in (None, [], ""):
             raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
+    schema.refuse_unsupported(body, _KNOWN)
 
 
 def count_unknown(body: dict[str, Any]) -> int:
     """Fields that no documented API has; ``count_tokens`` accepts those of a message, too."""
-    known = {*MessagesFields.__struct_fields__, *HINTS, *REFUSED}
-    return sum(1 for name in body if name not in known)
+    return schema.count_unknown(body, _KNOWN)

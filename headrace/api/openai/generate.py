@@ -14,6 +14,7 @@ from headrace.api.fields import convert
 from headrace.api.openai.prompts import chat_request, completion_request
 from headrace.api.openai.render import Shape, StreamRenderer, render_body
 from headrace.api.openai.schema import (
+    HINTS,
     ChatFields,
     CompletionFields,
     SamplingFields,
@@ -52,8 +53,8 @@ async def create_completion(request: Request) -> Response:
 
 def _checked(house: Services, body: dict[str, Any], schema: type[F]) -> F:
     fields = convert(body, schema)
-    refuse_unsupported(body, schema)
-    if unknown := count_unknown(body, schema):
+    refuse_unsupported(body, schema.__struct_fields__)
+    if unknown := count_unknown(body, {*schema.__struct_fields__, *HINTS}):
         house.metrics.unknown_field(unknown)
     return fields
 

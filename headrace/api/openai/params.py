@@ -119,7 +119,7 @@ def check_agreement(fields: SamplingFields) -> None:
         )
     if fields.stream and fields.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
-    if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
+    if isinstance(fields, ChatFields) and fields.top_logprobs and not fields.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     if isinstance(fields, CompletionFields) and echo and fields.logprobs is not None and fields.stream and n > 1:
         raise InvalidRequest("echo with logprobs can be streamed for n = 1 only", param="n")

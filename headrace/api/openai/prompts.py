@@ -21,6 +21,7 @@ from headrace.api.openai.thinking import effort_variables
 from headrace.api.openai.tools import tools_for_template
 from headrace.api.parsers import kept_token_ids
 from headrace.api.services import Services
+from headrace.config import EngineConfig
 from headrace.errors import InvalidRequest
 from headrace.gateway.parsed_text import AnswerOptions
 from headrace.gateway.pipeline import GenerationRequest, Prompt
@@ -131,6 +132,7 @@ async def completion_request(
 ) -> tuple[GenerationRequest, list[str]]:
     """The request, and the prompts' texts (for echo)."""
     prompts = split_prompts(fields.prompt, limits)
+    _check_number(len(prompts), fields.n or 1, services.config.engine)
     tokenizer = services.text.tokenizer
 
     def tokenize() -> list[list[int]]:
@@ -193,10 +195,6 @@ def _generation_request(
     grammar: Grammar | None = None,
 ) -> GenerationRequest:
     n = fields.n or 1
-    if n * len(prompts) > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
-        )
     params = sampling_params(fields, services.defaults, services.text.end_token_ids, limits)
     if grammar is not None:
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -226,6 +224,21 @@ def _generation_request(
         cache_salt=fields.cache_salt or "",
         received_at=arrival.received_at,
     )
+
+
+def _check_number(num_prompts: int, n: int, engine: EngineConfig) -> None:
+    """More prompts than the engine ever takes are no matter of coming back later."""
+    if n * num_prompts > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are more than {MAX_SEQUENCES} sequences", param="n"
+        )
+    seats = engine.max_num_seqs if engine.continuous_batching else 1
+    if num_prompts > seats + engine.max_queue:
+        raise InvalidRequest(
+            f"{num_prompts} prompts are more than this server takes at once: {seats} may run and"
+            f" {engine.max_queue} wait; send fewer, or start it with a larger --max-queue",
+            param="prompt",
+        )
 
 
 def _named(prompts: list[list[int]], fields: SamplingFields) -> list[tuple[list[int], str]]:

@@ -4,7 +4,8 @@ A field is in one of four classes; docs/openai-api.md lists them for users:
 
     honoured    typed here, read by ``params``, ``prompts`` or the renderers
     hint        accepted, changes nothing in the output (``HINTS``)
-    refused     known and not built: a 400 that names it, unless its value asks for nothing (``REFUSED``)
+    refused     known and not built (``REFUSED``), or a field of another route that changes the output there: a 400
+                that names it, unless its value asks for nothing
     unknown     accepted and counted in a metric
 
 null means absent, everywhere.
@@ -12,6 +13,7 @@ null means absent, everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -102,37 +104,49 @@ HINTS = frozenset({
     "safety_identifier", "request_id",
 })  # fmt: skip
 
-# Field -> the values that ask for nothing. Empty lists and strings never do.
-REFUSED: dict[str, tuple[object, ...]] = {
-    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
-    "reasoning": (), "thinking": (), "enable_thinking": (), "verbosity": (),
-    "functions": (), "function_call": ("none",),
-    "audio": (), "modalities": (["text"],), "web_search_options": (),
-    "suffix": (), "bad_words": (),
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,), "documents": (), "chat_template": (), "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},), "logits_processors": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
-    "prompt_embeds": (),
+# Known and not built.
+REFUSED = frozenset({
+    "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag",
+    "reasoning", "thinking", "enable_thinking", "verbosity", "functions", "function_call",
+    "audio", "modalities", "web_search_options", "suffix", "bad_words", "use_beam_search", "length_penalty",
+    "early_stopping", "spaces_between_special_tokens", "documents", "chat_template", "media_io_kwargs",
+    "mm_processor_kwargs", "logits_processors", "kv_transfer_params", "vllm_xargs", "prompt_embeds",
+})  # fmt: skip
+_WITHOUT_EFFECT = frozenset({"model", "stream", "stream_options"})
+_EFFECTIVE = {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *REFUSED} - _WITHOUT_EFFECT
+# Field -> the values that ask for nothing; so do False (unless True does), empty lists, objects and strings.
+_ASKS_NOTHING: dict[str, tuple[object, ...]] = {
+    "function_call": ("none",), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+    "modalities": (["text"],), "response_format": ({"type": "text"},), "verbosity": ("medium",),
+    "n": (1,), "best_of": (1,), "length_penalty": (1,), "repetition_penalty": (1,),
+    "min_tokens": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "min_p": (0,), "priority": (0,),
+    "top_k": (0, -1), "top_logprobs": (0,),
+    "spaces_between_special_tokens": (True,), "skip_special_tokens": (True,), "add_generation_prompt": (True,),
+    "include_reasoning": (True,),
 }  # fmt: skip
-_CHAT_ONLY_REFUSED: dict[str, tuple[object, ...]] = {"echo": (False,), "prompt": ()}
-_COMPLETION_ONLY_REFUSED: dict[str, tuple[object, ...]] = {
-    "reasoning_effort": (), "include_reasoning": (), "thinking_token_budget": (),
-    "tools": (), "tool_choice": ("none",), "messages": (), "top_logprobs": (), "max_completion_tokens": (),
-}  # fmt: skip
+_ACTS_WHEN_EMPTY = frozenset({"audio", "web_search_options"})
 
 
-def refuse_unsupported(body: dict[str, Any], schema: type[SamplingFields]) -> None:
-    """400 for a known field that asks for what is not built; also for a value no version of it could have."""
-    extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
-    for name, neutral in (*REFUSED.items(), *extra.items()):
-        value = body.get(name)
-        if value is None or value in neutral or value in ([], ""):
-            continue
-        raise InvalidRequest(f"{name} is not supported yet; leave it out", param=name)
+def refuse_unsupported(body: dict[str, Any], known: Collection[str]) -> None:
+    """400 for a field that changes answers where it is known, on a route whose ``known`` fields do not include it.
+
+    A value that asks for nothing passes.
+    """
+    for name in body:
+        if name in _EFFECTIVE and name not in known and not _asks_nothing(name, body[name]):
+            reason = "not supported yet" if name in REFUSED else "not a field of this route"
+            raise InvalidRequest(f"{name} is {reason}; leave it out", param=name)
 
 
-def count_unknown(body: dict[str, Any], schema: type[SamplingFields]) -> int:
-    """Fields that no documented API has."""
-    extra = _CHAT_ONLY_REFUSED if schema is ChatFields else _COMPLETION_ONLY_REFUSED
-    known = (*schema.__struct_fields__, *extra)
-    return sum(1 for name in body if name not in known and name not in HINTS and name not in REFUSED)
+def _asks_nothing(name: str, value: object) -> bool:
+    neutral = _ASKS_NOTHING.get(name, ())
+    if value is None or value in ([], ""):
+        return True
+    if value is False:
+        return True not in neutral
+    return value in neutral or (value == {} and name not in _ACTS_WHEN_EMPTY)
+
+
+def count_unknown(body: dict[str, Any], known: Collection[str]) -> int:
+    """Fields that no documented API has; ``known`` has the route's own ones, hints included."""
+    return sum(1 for name in body if name not in known and name not in _EFFECTIVE and name not in _WITHOUT_EFFECT)

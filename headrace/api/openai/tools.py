@@ -5,6 +5,7 @@ Declared tools are shown to the model through its template; ``constraints`` judg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.api.fields import shown
@@ -17,9 +18,11 @@ def tools_for_template(fields: ChatFields) -> list[dict[str, Any]] | None:
     """The tools that the template shows: none of them under ``tool_choice`` "none"."""
     tools = fields.tools or []
     names = [_check_tool(tool, f"tools[{position}]") for position, tool in enumerate(tools)]
-    for position, name in enumerate(names):
-        if name in names[:position]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise InvalidRequest(f"tools has two functions named {shown(name)}", param="tools")
+        seen.add(name)
     check_tool_choice(fields.tool_choice, names)
     return tools if tools and fields.tool_choice != "none" else None
 
@@ -30,11 +33,24 @@ def _check_tool(tool: dict[str, Any], where: str) -> str:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{where}.function must be an object, not {shown(function)}", param="tools")
+    return check_function(function, f"{where}.function")
+
+
+def check_function(function: Mapping[str, Any], where: str, schema: str = "parameters") -> str:
+    """The name of a declared function, whatever the dialect.
+
+    ``where`` it stands in the request; ``schema`` is the field that describes its arguments.
+    """
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{where}.function.name must be a string that is not empty", param="tools")
-    for field, kind, words in (("description", str, "a string"), ("parameters", dict, "an object")):
+        raise InvalidRequest(f"{where}.name must be a string that is not empty", param="tools")
+    for field, kind, words in (("description", str, "a string"), (schema, dict, "an object")):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
-            raise InvalidRequest(f"{where}.function.{field} must be {words}, not {shown(value)}", param="tools")
+            raise InvalidRequest(f"{where}.{field} must be {words}, not {shown(value)}", param="tools")
+    kind_of_arguments = (function.get(schema) or {}).get("type", "object")
+    if kind_of_arguments != "object":
+        raise InvalidRequest(
+            f'{where}.{schema}.type must be "object", not {shown(kind_of_arguments)}', param="tools"
+        )
     return name

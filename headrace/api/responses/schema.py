@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.api.fields import shown
+from headrace.api.openai import schema
 from headrace.api.openai.schema import ChatFields, Count, Penalty, Positive, Share
+from headrace.api.openai.tools import check_function
 from headrace.api.responses.namespaces import flat_tools, joined_name
 from headrace.errors import InvalidRequest
 
@@ -64,10 +66,9 @@ HINTS = frozenset({
     "context_management",
 })  # fmt: skip
 REFUSED = frozenset({
-    "conversation", "prompt", "moderation", "image", "access_programs", "background_options", "response_format",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "logit_bias", "stop_token_ids", "min_tokens", "n",
+    "conversation", "prompt", "moderation", "image", "access_programs", "background_options",
 })  # fmt: skip
+_KNOWN = frozenset({*ResponseFields.__struct_fields__, *HINTS, *REFUSED})
 _LOGPROBS = "message.output_text.logprobs"
 # Of built-in tools and images, which no answer here has; thinking is shown in plain text.
 _EMPTY_INCLUDES = frozenset({
@@ -80,8 +81,9 @@ _EMPTY_INCLUDES = frozenset({
 def refuse_unsupported(body: dict[str, Any], fields: ResponseFields) -> None:
     """400 for what is known and not built, or makes no sense."""
     for name in sorted(REFUSED):
-        if body.get(name) not in (None, [], "", {}) and not (name == "n" and body[name] == 1):
+        if body.get(name) not in (None, [], "", {}):
             raise InvalidRequest(f"{name} is not supported here; leave it out", param=name)
+    schema.refuse_unsupported(body, _KNOWN)
     if fields.background:
         raise InvalidRequest(
             "background is not supported yet; leave it out or set it to false", param="background"
@@ -103,8 +105,7 @@ def refuse_unsupported(body: dict[str, Any], fields: ResponseFields) -> None:
 
 
 def count_unknown(body: dict[str, Any]) -> int:
-    known = {*ResponseFields.__struct_fields__, *HINTS, *REFUSED}
-    return sum(1 for name in body if name not in known)
+    return schema.count_unknown(body, _KNOWN)
 
 
 def chat_fields(fields: ResponseFields, messages: list[dict[str, Any]]) -> ChatFields:
@@ -127,16 +128,25 @@ def chat_fields(fields: ResponseFields, messages: list[dict[str, Any]]) -> ChatF
 def _tool(where: str, namespace: str | None, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequest(f'{where}.type must be "function", not {shown(tool.get("type"))}', param="tools")
+    check_function(tool, where)
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    if isinstance(function.get("name"), str) and function["name"]:
-        function["name"] = joined_name(namespace, function["name"])
+    function["name"] = joined_name(namespace, function["name"])
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)  # the chat form is understood, too
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return {"type": "function", "function": {"name": name}}
+    raise InvalidRequest(
+        'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …},'
+        f" not {shown(choice)}",
+        param="tool_choice",
+    )
 
 
 def _response_format(found: object) -> dict[str, Any] | None:
@@ -146,4 +156,6 @@ def _response_format(found: object) -> dict[str, Any] | None:
         raise InvalidRequest("text.format.type must be text, json_object or json_schema", param="text")
     if found["type"] != "json_schema":
         return {"type": found["type"]}
+    if found.get("schema") is None:
+        raise InvalidRequest("text.format.schema is required", param="text.format")
     return {"type": "json_schema", "json_schema": {name: found[name] for name in found if name != "type"}}

@@ -9,6 +9,7 @@ from typing import Any
 import llguidance
 
 from headrace.errors import GrammarError
+from headrace.text.grammars.numbers import exact_numbers
 
 Entry = dict[str, Any]
 
@@ -28,7 +29,7 @@ def json_schema(schema: object) -> Entry:
     if not isinstance(options, Mapping):
         raise GrammarError("x-guidance must be an object")
     spaces = {} if "whitespace_flexible" in options else {"whitespace_pattern": _WHITESPACE}
-    return {"json_schema": {**schema, "x-guidance": {**spaces, **options}}}
+    return {"json_schema": {**exact_numbers(schema), "x-guidance": {**spaces, **options}}}
 
 
 def regex(pattern: str) -> Entry:

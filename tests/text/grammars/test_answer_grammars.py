@@ -255,3 +255,53 @@ def test_broken_grammars(lark: str, text: ModelText, compiler: GrammarCompiler) 
 def test_what_is_no_schema(schema: object) -> None:
     with pytest.raises(GrammarError):
         content.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "-4611686018427387904",
+            "4611686018427387905",
+        ),
+        ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}, "9007199254740994", "9007199254740992"),
+        ({"type": ["integer", "null"], "minimum": -(2**63) + 1}, "null", "-9223372036854775808"),
+        (
+            {"properties": {"const": {"const": 1}, "minimum": {"enum": [0.1]}}},
+            '{"const":1,"minimum":0.1}',
+            '{"const":2}',
+        ),
+        ({"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1}, "0.25", "0.255"),
+    ],
+)
+def test_numbers_are_kept_to(
+    schema: dict, good: str, bad: str, text: ModelText, compiler: GrammarCompiler
+) -> None:
+    grammar = AnswerGrammar(text.tokenizer, None, None).build(content.json_schema(schema))
+    assert accepts(compiler, text, grammar, good) and not accepts(compiler, text, grammar, bad)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"enum": [1, {"a": [2**53 + 1]}]},
+        {"const": 123456789.123456789},
+        {"items": {"anyOf": [{"multipleOf": 123456000}]}},
+        {"multipleOf": 0.0000123456},
+        {"$defs": {"x": {"type": "integer", "minimum": 2**63}}},
+        {"maximum": -1e30},
+    ],
+)
+def test_numbers_that_cannot_be_kept_to_are_refused(schema: dict) -> None:
+    with pytest.raises(GrammarError):
+        content.json_schema(schema)
+
+
+def test_a_schema_nested_beyond_measure() -> None:
+    schema: dict = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    with pytest.raises(GrammarError, match="deep"):
+        content.json_schema(schema)
