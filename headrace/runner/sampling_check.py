@@ -1,9 +1,9 @@
 """Whether this device samples by kernels of our own: their tokens must be those of the definition, at no higher
 cost than by MLX's operations. Decided at start, on logits that are made up, for the model's vocabulary.
 
-The definition is computed on the host, and of MLX's operations only the argmax is timed: MLX compiles each
-operation that it meets for the first time, half a minute for all that sampling takes. Of the others a bound is
-known: noise is a pass over the logits more than an argmax, truncation a sort of them.
+The definition is computed on the host, and of MLX's operations only reductions are timed: others are compiled when
+MLX meets them for the first time, half a minute for all that sampling takes. Of these a bound is known: an argmax
+is a pass over the logits, noise is one more, truncation a sort.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.runner.attention.online_softmax import after
 from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.sampler import sample
+from headrace.runner.sampler import parts_of_row, sample
 from headrace.runner.sampling_batch import SamplingBatch, random_key
 from headrace.runner.sampling_definition import Asked, fault, random_rows
 from headrace.runner.sampling_kernel import BATCH_KINDS, SamplingKernel, batch_kind
@@ -34,9 +34,9 @@ _GRID = [
     )
 ]
 TIMED_ROWS = 8
-# Argmaxes of the same logits that MLX's way takes at least as long as: one; the noise is a pass of its own; a sort
-# by radix reads and writes its keys four times and more.
-_LEAST_ARGMAXES = {"greedy": 1, "random": 2, "truncated": 8}
+# Passes over the logits that MLX's way takes at least: one; the noise is another; a sort by radix reads and writes
+# its keys four times and more.
+_LEAST_PASSES = {"greedy": 1, "random": 2, "truncated": 8}
 
 
 def choose_sampling(
@@ -102,19 +102,19 @@ def _gaining(kernel: SamplingKernel, logits: mx.array) -> list[str]:
     for kind in BATCH_KINDS:
         random = random_rows(asked_of(kind, logits.shape[0]), logits.shape[1])
 
-        def run(own: SamplingKernel | None, batch: SamplingBatch) -> mx.array:
-            return sample(logits, batch, own=own).tokens
+        def run(batch: SamplingBatch) -> mx.array:
+            return sample(logits, batch, own=kernel).tokens
 
-        argmaxes = partial(_argmaxes, logits, _LEAST_ARGMAXES[kind])
-        if no_slower(partial(run, kernel, SamplingBatch(random)), argmaxes):
+        if no_slower(partial(run, SamplingBatch(random)), partial(_passes, logits, _LEAST_PASSES[kind])):
             found.append(batch_kind(random))
     return found
 
 
-def _argmaxes(logits: mx.array, count: int) -> mx.array:
-    """Tokens ``[R]`` of ``logits``, found ``count`` times, one after another."""
-    tokens = sample(logits, SamplingBatch()).tokens
-    for _ in range(count - 1):
-        logits = after(logits, [tokens])
-        tokens = sample(logits, SamplingBatch()).tokens
-    return tokens
+def _passes(logits: mx.array, count: int) -> mx.array:
+    """``count`` times, one after another, the largest of each part of a row and the largest of those."""
+    rows = logits.shape[0]
+    pieces = logits.reshape(rows, parts_of_row(*logits.shape), -1)
+    for _ in range(count):
+        largest = mx.argmax(mx.max(pieces, axis=-1), axis=-1)
+        pieces = after(pieces, [largest])
+    return largest

@@ -45,6 +45,7 @@ OTHER_OPERATIONS = 3
 OTHER_DEVICE_S = 5e-6
 # Products timed in one compiled function; each is a few of the operations that MLX starts together (100).
 MEASURED_TOGETHER = 16
+CHECKED_LAYERS = 4
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
@@ -345,7 +346,8 @@ class SmallRowsKernel:
         try:
             if way is not None:
                 worst = max(
-                    largest_difference(self._by(way, x, product), _expected(x, product)) for product in products
+                    largest_difference(self._by(way, x, product), _expected(x, product))
+                    for product in products[:CHECKED_LAYERS]
                 )
                 if not worst <= TOLERANCE:
                     self.faults.append(f"{_words(key, way)}: differs by {worst:.2g}")
@@ -413,10 +415,20 @@ def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Reco
     inputs = [x + index for index in range(MEASURED_TOGETHER)]
     mx.eval(inputs)
     if recorder is not None:
-        runs = [partial(by, inputs[i], products[i % len(products)]) for i in range(MEASURED_TOGETHER)]
-        return Cost(0.0, recorder.device_seconds(lambda: [run() for run in runs]) / MEASURED_TOGETHER)
+        return Cost(0.0, recorder.device_seconds(lambda: _chained(by, products, inputs)) / MEASURED_TOGETHER)
     runs = [partial(computed, products[i % len(products)]) for i in range(MEASURED_TOGETHER)]
     return compiled_cost(runs, inputs)
+
+
+def _chained(by: Products, products: Sequence[Product], inputs: Sequence[mx.array]) -> list[mx.array]:
+    """Each product after the one before it, as in a step: side by side they would hide their beginnings and ends.
+
+    The addition in between is one more small kernel for whatever way is measured.
+    """
+    y = by(inputs[0], products[0])
+    for index, x in enumerate(inputs[1:], 1):
+        y = by(x + y.reshape(len(x), 1, -1)[:, :, :1], products[index % len(products)])
+    return [y]
 
 
 def largest_difference(got: mx.array, expected: mx.array) -> float:

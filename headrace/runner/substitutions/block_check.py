@@ -43,7 +43,9 @@ _ROUNDING = {4: 1e-6, 2: 2.0**-8}
 _ROUNDOFF = {mx.bfloat16: 2.0**-9, mx.float16: 2.0**-11}
 # Average difference of packed elements, in both packings' steps: a quarter if one of them always rounded down.
 _MOST_DRIFT = 0.18
-_MEASURED_LAYERS = 4
+# Layers whose products are timed: more than a cache holds. And blocks that are timed together.
+_MEASURED_LAYERS = 16
+_BLOCKS_TOGETHER = 4
 _LENGTHS = (1, 33, 64, 7, 300)
 _BLOCK_SIZE = 32
 
@@ -155,7 +157,7 @@ def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
         halves = [block.feed_forward for block in some if isinstance(block.feed_forward, ExpertsFeedForward)]
         if halves:
             products.measure([(half.experts.router, half.experts.norm) for half in halves])
-            tools.experts.measure(halves, products)
+            tools.experts.measure(halves[:_BLOCKS_TOGETHER], products)
 
 
 def _form(block: FusedBlock) -> tuple[Any, ...]:
@@ -273,7 +275,7 @@ def _cost(
 ) -> Cost:
     """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
     x, view = _input(block, rows), _view(block, store, rows, bits)
-    inputs = [x + 0.01 * index for index in range(_MEASURED_LAYERS)]
+    inputs = [x + 0.01 * index for index in range(_BLOCKS_TOGETHER)]
     mx.eval(inputs)
     return compiled_cost([partial(module, mask=PagedMask(None), cache=view)] * len(inputs), inputs)
 
