@@ -82,8 +82,8 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other Headrace processes that prepare something in it; waits."""
-    with (folder / ".lock").open("w") as lock:
+def locked(folder: Path, name: str = "") -> Iterator[None]:
+    """Hold the folder, or ``name`` in it, against others that prepare something there; waits."""
+    with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

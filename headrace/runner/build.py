@@ -8,6 +8,7 @@ Everything that can refuse does so before the pools are allocated, with one line
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ from headrace.core.memory_plan import (
 )
 from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
-from headrace.runner import cpu_products
+from headrace.runner import cpu_operations, cpu_products, step_graphs, upload
 from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention import native_attention
 from headrace.runner.attention.dispatch import AttentionDispatcher, install
@@ -50,6 +51,7 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.loader import DTYPES, LoadedModel, load_model
 from headrace.runner.logits_head import HeadSelector, substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.native_extension import Extension, build_ahead
 from headrace.runner.pool_store import PoolStore, Store
 from headrace.runner.sampling_check import choose_sampling
 from headrace.runner.self_check import choose_options
@@ -125,6 +127,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
     files = describe(config.model)
     device = read_device()
     mx.set_cache_limit(BUFFER_CACHE_BYTES[device.kind])
+    build_ahead(_extensions(device))
     kernels = device_cache() if device.kind == "cuda" else None
     prepared = _prepare(config, files, device, progress)
     progress("measuring", 0.0)
@@ -169,6 +172,14 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         ),
         grammars,
     )
+
+
+def _extensions(device: Device) -> list[Extension]:
+    """What will be loaded on the way."""
+    return {
+        "cpu": [cpu_products.extension(), cpu_operations.extension()] if sys.platform == "linux" else [],
+        "cuda": [step_graphs.EXTENSION, upload.EXTENSION],
+    }.get(device.kind, [])
 
 
 def _load(config: EngineConfig, files: ModelFiles, device: Device, progress: Progress) -> LoadedModel:

@@ -7,13 +7,13 @@ headers or nanobind everything has a way through MLX's own operations.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Protocol, cast
 
 import mlx.core as mx
 
 from headrace.runner import native_extension
+from headrace.runner.native_extension import Extension
 
 log = logging.getLogger("headrace.runner")
 
@@ -70,11 +70,15 @@ class CpuOperations(Protocol):
         """How many take part."""
 
 
+def extension() -> Extension:
+    """The operations, for this machine's processor."""
+    return Extension("cpu_operations", _SOURCES, (*native_extension.own_processor(), "-ffp-contract=fast"))
+
+
 def load_operations() -> CpuOperations | None:
     """The operations, built when they have not been; None, with one line in the log, where that cannot be."""
-    instructions = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
     try:
-        module = native_extension.load("cpu_operations", _SOURCES, flags=(instructions, "-ffp-contract=fast"))
+        module = native_extension.load(extension())
     except native_extension.ExtensionError as error:
         log.warning("no native operations of the CPU, attention is slower: %s", error)
         return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder
 from headrace.runner import native_extension
 from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts, narrow_packed, narrow_plain
+from headrace.runner.native_extension import Extension
 from headrace.runner.timing import best_seconds
 
 Doubles = npt.NDArray[Any]
@@ -109,9 +109,14 @@ def pays(rates: Sequence[float]) -> bool:
     return math.prod(rates) >= 1 and min(rates) >= _LEAST_RATE
 
 
+def extension(processor: Sequence[str] | None = None) -> Extension:
+    """The products; ``processor``: compiler flags that name one, None: this machine's own."""
+    machine = native_extension.own_processor() if processor is None else processor
+    return Extension(_MODULE, SOURCES, (*machine, "-ffp-contract=off", "-pthread"))
+
+
 def _load() -> ModuleType:
-    machine = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
-    return native_extension.load(_MODULE, SOURCES, flags=(machine, "-ffp-contract=off", "-pthread"))
+    return native_extension.load(extension())
 
 
 # -- right? --------------------------------------------------------------------------------------------

@@ -15,11 +15,15 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -38,39 +42,78 @@ class ExtensionError(Exception):
     """Why an extension is not there, in one line."""
 
 
-def load(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), include: str = "") -> ModuleType:
-    """The extension module ``name``, built when the cache has none. MLX must have been imported.
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What an extension module is built from.
 
-    Args:
-        name: module name, as in the source's ``NB_MODULE``.
+    Attributes:
+        name: of the module, as in the source's ``NB_MODULE``.
         sources: files in ``native/``: translation units first; headers are only hashed.
         flags: further compiler flags.
         include: folder in ``native/`` whose headers come before all others; may be empty.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    include: str = ""
+
+    @property
+    def files(self) -> list[Path]:
+        return [NATIVE / source for source in self.sources]
+
+    @property
+    def all_flags(self) -> list[str]:
+        return [*([f"-I{NATIVE / self.include}"] if self.include else []), *self.flags]
+
+
+def load(extension: Extension) -> ModuleType:
+    """The module, built when the cache has none. MLX must have been imported.
 
     Raises ExtensionError when something is missing, the compiler fails, or the module does not load.
     """
-    files = [NATIVE / source for source in sources]
-    flags = [*([f"-I{NATIVE / include}"] if include else []), *flags]
     try:
-        folder = cache_folder("extensions")
-        identity = _identity(name, files, flags)
-        target = folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-        if not target.exists():
-            with locked(folder):
-                if not target.exists():  # another process may have built it meanwhile
-                    with appearing(target) as built:
-                        _compile(built, [file for file in files if file.suffix == ".cpp"], flags)
-        return _import(name, target)
+        return _import(extension.name, _built(extension))
     except subprocess.CalledProcessError as error:
         raise ExtensionError(f"the compiler failed: {_first_error(error.stderr)}") from error
     except (OSError, subprocess.SubprocessError, StartupError, ImportError) as error:
         raise ExtensionError(" ".join(str(error).split())[:200]) from error
 
 
-def _identity(name: str, files: Sequence[Path], flags: Sequence[str]) -> str:
+def own_processor() -> tuple[str, ...]:
+    """Compiler flags for this machine's processor."""
+    return ("-mcpu=native",) if os.uname().machine == "aarch64" else ("-march=native",)
+
+
+def build_ahead(extensions: Sequence[Extension]) -> None:
+    """Begin to build what the cache has not, beside whatever comes before it is loaded; ``load`` tells faults."""
+
+    def build(extension: Extension) -> None:
+        with suppress(OSError, subprocess.SubprocessError, StartupError, ExtensionError):
+            _built(extension)
+
+    for extension in extensions:
+        threading.Thread(target=build, args=(extension,), name=f"build {extension.name}", daemon=True).start()
+
+
+def _built(extension: Extension) -> Path:
+    """The library in the cache; waits for another thread or process that builds it."""
+    folder = cache_folder("extensions")
+    identity = _identity(extension)
+    target = folder / f"{extension.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        with locked(folder, extension.name):
+            if not target.exists():
+                units = [file for file in extension.files if file.suffix == ".cpp"]
+                with appearing(target) as built:
+                    _compile(built, units, extension.all_flags)
+    return target
+
+
+def _identity(extension: Extension) -> str:
     versions = [f"{package} {_version(package)}" for package in ("mlx", "mlx-cuda-12", "mlx-cuda-13", "nanobind")]
-    parts = [name, *_FLAGS, *flags, *versions, sys.version, cpu_model(), cpu_features()]
-    return "\n".join([*parts, *(file.read_text() for file in files)])
+    parts = [extension.name, *_FLAGS, *extension.all_flags, *versions, sys.version, cpu_model(), cpu_features()]
+    return "\n".join([*parts, *(file.read_text() for file in extension.files)])
 
 
 def _version(package: str) -> str | None:

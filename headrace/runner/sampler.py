@@ -61,7 +61,7 @@ def sample(
     if batch.edits is not None:
         edit = partial(_edit, batch.edits, inputs)
         logits = _replace_rows(logits.astype(mx.float32), batch.edits.rows, edit)
-    if own is not None and own.takes(logits, batch.random):
+    if own is not None and own.takes(logits):
         result = Sampled(*own(logits, batch.random))
     else:
         logits = logits.astype(mx.float32)
@@ -105,7 +105,8 @@ def argmax_in_parts(logits: mx.array) -> mx.array:
     The rows' parts first, about as many as such a device holds blocks; then the best of the parts.
     """
     rows, vocab = logits.shape
-    parts = parts_of_row(rows, vocab)
+    most = max(1, _GPU_BLOCKS // rows)
+    parts = next(parts for parts in range(min(most, 128), 0, -1) if vocab % parts == 0)
     pieces = logits.reshape(rows, parts, vocab // parts)
     best = mx.argmax(pieces, axis=-1, keepdims=True)
     if parts == 1:
@@ -113,12 +114,6 @@ def argmax_in_parts(logits: mx.array) -> mx.array:
     part = mx.argmax(mx.take_along_axis(pieces, best, axis=-1)[..., 0], axis=-1, keepdims=True)
     found = part * (vocab // parts) + mx.take_along_axis(best[..., 0], part, axis=-1)
     return found[:, 0].astype(mx.int32)
-
-
-def parts_of_row(rows: int, vocab: int) -> int:
-    """Equal parts of a row of ``vocab`` logits, few enough that ``rows`` rows' are as many as a GPU has blocks."""
-    most = max(1, _GPU_BLOCKS // rows)
-    return next(parts for parts in range(min(most, 128), 0, -1) if vocab % parts == 0)
 
 
 def _finite(logits: mx.array, tokens: mx.array) -> mx.array:

@@ -1,28 +1,25 @@
-"""Whether this device samples by kernels of our own: their tokens must be those of the definition, at no higher
-cost than by MLX's operations. Decided at start, on logits that are made up, for the model's vocabulary.
+"""Whether this device samples by kernels of our own: their tokens must be those of the definition. Decided at
+start, on logits that are made up, for the model's vocabulary.
 
-The definition is computed on the host, and of MLX's operations only reductions are timed: others are compiled when
-MLX meets them for the first time, half a minute for all that sampling takes. Of these a bound is known: an argmax
-is a pass over the logits, noise is one more, truncation a sort.
+The definition is computed on the host. MLX's own operations are not asked, nor is time taken beside them: most of
+them would be compiled for that alone, tens of seconds of a first start. They are several passes and a sort where
+the kernels read the logits once or twice; ``tests/runner/gpu_sampling.py`` times both.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.online_softmax import after
 from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.sampler import parts_of_row, sample
+from headrace.runner.sampler import sample
 from headrace.runner.sampling_batch import SamplingBatch, random_key
 from headrace.runner.sampling_definition import Asked, fault, random_rows
-from headrace.runner.sampling_kernel import BATCH_KINDS, SamplingKernel, batch_kind
-from headrace.runner.timing import no_slower
+from headrace.runner.sampling_kernel import SamplingKernel
 
 log = logging.getLogger("headrace.runner")
 
@@ -33,10 +30,8 @@ _GRID = [
         ((0.7, 0.0), (1.5, 0.02), (4.0, 0.0)), (0, 1, 40, 2000), (0.1, 0.95, 1.0)
     )
 ]
-TIMED_ROWS = 8
-# Passes over the logits that MLX's way takes at least: one; the noise is another; a sort by radix reads and writes
-# its keys four times and more.
-_LEAST_PASSES = {"greedy": 1, "random": 2, "truncated": 8}
+# By the costliest row.
+BATCH_KINDS = ("greedy", "random", "truncated")
 
 
 def choose_sampling(
@@ -54,20 +49,18 @@ def choose_sampling(
         return None
     try:
         logits = mx.random.normal((len(_GRID), vocab), key=mx.random.key(11)) * 3
-        if not kernel.takes(logits, None):
+        if not kernel.takes(logits):
             return None
         compile_ahead(lambda: [kernel(logits.astype(kind), None) for kind in {mx.float32, dtype}])
         found = first_fault(kernel, logits)
-        if found is None:
-            kernel.used_for = frozenset(_gaining(kernel, logits[:TIMED_ROWS]))
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
         found = (str(error).splitlines() or [type(error).__name__])[0][:160]
     if found is not None:
         log.warning("sampling by MLX's operations: %s", found)
         return None
-    log.info("sampling by own kernels: %s", ", ".join(sorted(kernel.used_for)) or "none is quicker")
-    return kernel if kernel.used_for else None
+    log.info("sampling by own kernels")
+    return kernel
 
 
 def first_fault(kernel: SamplingKernel, logits: mx.array) -> str | None:
@@ -94,27 +87,3 @@ def asked_of(kind: str, rows: int) -> list[Asked]:
         one = replace(_GRID[row % len(_GRID)], add=add, multiply=multiply)
         made.append(one if kind == "truncated" else Asked(one.temperature, add=add, multiply=multiply))
     return made
-
-
-def _gaining(kernel: SamplingKernel, logits: mx.array) -> list[str]:
-    """Kinds of batches for which the kernels are no slower."""
-    found = []
-    for kind in BATCH_KINDS:
-        random = random_rows(asked_of(kind, logits.shape[0]), logits.shape[1])
-
-        def run(batch: SamplingBatch) -> mx.array:
-            return sample(logits, batch, own=kernel).tokens
-
-        if no_slower(partial(run, SamplingBatch(random)), partial(_passes, logits, _LEAST_PASSES[kind])):
-            found.append(batch_kind(random))
-    return found
-
-
-def _passes(logits: mx.array, count: int) -> mx.array:
-    """``count`` times, one after another, the largest of each part of a row and the largest of those."""
-    rows = logits.shape[0]
-    pieces = logits.reshape(rows, parts_of_row(*logits.shape), -1)
-    for _ in range(count):
-        largest = mx.argmax(mx.max(pieces, axis=-1), axis=-1)
-        pieces = after(pieces, [largest])
-    return largest

@@ -27,15 +27,6 @@ KINDS = (mx.float32, mx.bfloat16, mx.float16)
 LEAST_OUTPUTS = 16
 # What a row asks for: the largest logit; noise; noise over what top_p and min_p keep; over what top_k keeps too.
 GREEDY, PLAIN, TRUNCATED, TOP_K = range(4)
-# Kinds of batches, by the costliest row.
-BATCH_KINDS = ("greedy", "random", "truncated")
-
-
-def batch_kind(random: RandomRows | None) -> str:
-    """Of ``BATCH_KINDS``."""
-    if random is None:
-        return "greedy"
-    return "random" if random.truncation is None else "truncated"
 
 
 def row_words(rows: int, vocab: int, random: RandomRows) -> npt.NDArray[np.uint32]:
@@ -71,8 +62,6 @@ class SamplingKernel:
         strips: that one block reads.
         uploads: the way of words to the device; None: by an operation that reads them there.
 
-    Attributes:
-        used_for: kinds of batches that ``takes`` accepts; ``sampling_check.py`` leaves those that gain by it.
     """
 
     def __init__(
@@ -85,7 +74,6 @@ class SamplingKernel:
         strips: int = STRIPS_TOGETHER,
         uploads: Uploads | None = None,
     ) -> None:
-        self.used_for = frozenset(BATCH_KINDS)
         self._threads = threads
         self._together = strips
         self._uploads = uploads
@@ -114,10 +102,10 @@ class SamplingKernel:
             return None
         return SamplingKernel(cuda_kernel, CUDA_NAMES + source.CUDA_SAMPLING_NAMES, uploads=Uploads.checked())
 
-    def takes(self, logits: mx.array, random: RandomRows | None) -> bool:
-        """Whether the kernels shall sample from ``logits [R, V]``."""
-        most = source.STRIP * source.COLLECTED
-        return logits.dtype in KINDS and logits.shape[1] <= most and batch_kind(random) in self.used_for
+    @staticmethod
+    def takes(logits: mx.array) -> bool:
+        """Whether the kernels can sample from ``logits [R, V]``."""
+        return logits.dtype in KINDS and logits.shape[1] <= source.STRIP * source.COLLECTED
 
     def __call__(self, logits: mx.array, random: RandomRows | None) -> tuple[mx.array, mx.array]:
         """Tokens ``[R]`` int32 of ``logits [R, V]``, and whether the row's logits are finite.

@@ -28,9 +28,11 @@ import numpy as np
 
 from headrace.runner.device_arrays import MARK_SHAPE, on_device
 from headrace.runner.input_batch import HostInts
-from headrace.runner.native_extension import CUDA_HEADERS, ExtensionError, load
+from headrace.runner.native_extension import CUDA_HEADERS, Extension, ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
+
+EXTENSION = Extension("headrace_step_graph", ("step_graph.cpp", *CUDA_HEADERS), include="cuda_names")
 
 # Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
 Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
@@ -67,7 +69,7 @@ class Recorder:
         if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
         try:
-            return Recorder(load("headrace_step_graph", ("step_graph.cpp", *CUDA_HEADERS), include="cuda_names"))
+            return Recorder(load(EXTENSION))
         except ExtensionError as error:
             log.warning("decode steps are not recorded, which costs the host time: %s", error)
             return None

@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.runner.device_arrays import on_device
-from headrace.runner.native_extension import CUDA_HEADERS, ExtensionError, load
+from headrace.runner.native_extension import CUDA_HEADERS, Extension, ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
+
+EXTENSION = Extension("headrace_upload", ("upload.cpp", *CUDA_HEADERS), include="cuda_names")
 
 # What one upload may hold.
 MOST_BYTES = 64 * 1024
@@ -39,7 +41,7 @@ class Uploads:
         if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
         try:
-            uploads = Uploads(load("headrace_upload", ("upload.cpp", *CUDA_HEADERS), include="cuda_names"))
+            uploads = Uploads(load(EXTENSION))
             fault = None if uploads._work() else "other values arrive than were sent"
         except (ExtensionError, RuntimeError) as error:
             fault = " ".join(str(error).split())[:200]

@@ -262,8 +262,7 @@ def test_wrong_products_are_found(products: NarrowProducts) -> None:
 def test_forms_for_other_processors(products: NarrowProducts, processor: str) -> None:
     if processor == "haswell" and "avx2" not in cpu_features().split():
         pytest.skip("this processor has no AVX2")
-    flags = (f"-march={processor}", "-ffp-contract=off", "-pthread")
-    module = native_extension.load("headrace_cpu_products", cpu_products.SOURCES, flags=flags)
+    module = native_extension.load(cpu_products.extension((f"-march={processor}",)))
     assert not cpu_products.check(NarrowProducts(module))
 
 

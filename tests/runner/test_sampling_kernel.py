@@ -18,7 +18,6 @@ from sampling_cases import as_read
 from tiny_models import VOCAB, tiny_model
 
 from headrace.params import SamplingParams
-from headrace.runner import sampling_check
 from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.sampler import sample
 from headrace.runner.sampling_batch import LogitEdits, SamplingBatch
@@ -212,15 +211,9 @@ def test_a_runner_samples_the_same_tokens(kernel: SamplingKernel, dtype: mx.Dtyp
     assert outputs[0] == outputs[1] and len(outputs[0]) == 4
 
 
-def test_the_check_at_start_takes_right_kernels_that_are_quick(
-    kernel: SamplingKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_check_at_start_takes_right_kernels(kernel: SamplingKernel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.runner")
-    monkeypatch.setattr(sampling_check, "no_slower", lambda new, old: new().shape == old().shape)
-    monkeypatch.setattr(kernel, "used_for", kernel.used_for)
-    assert choose_sampling(3001, kernel=kernel) is kernel and "greedy, random, truncated" in caplog.text
-    monkeypatch.setattr(sampling_check, "no_slower", lambda new, old: False)
-    assert choose_sampling(3001, kernel=kernel) is None
+    assert choose_sampling(3001, kernel=kernel) is kernel and "own kernels" in caplog.text
 
 
 def test_the_check_at_start_refuses_wrong_kernels(

@@ -1,0 +1,65 @@
+"""Extensions are built once, whoever asks for them at the same time, and a fault is told where one is loaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.runner import native_extension
+from headrace.runner.native_extension import Extension, ExtensionError, build_ahead, load
+
+
+@pytest.fixture
+def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extension:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_extension, "NATIVE", tmp_path)
+    (tmp_path / "one.cpp").write_text("int one;")
+    return Extension("one", ("one.cpp",))
+
+
+def test_who_comes_while_it_is_built_waits_for_it(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, built = threading.Event(), threading.Event(), []
+
+    def compile_slowly(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
+        built.append([unit.name for unit in units])
+        begun.set()
+        assert may_end.wait(30)
+        target.write_bytes(b"library")
+
+    monkeypatch.setattr(native_extension, "_compile", compile_slowly)
+    build_ahead([extension])
+    assert begun.wait(30)
+    found: list[Path] = []
+    waiting = threading.Thread(target=lambda: found.append(native_extension._built(extension)))
+    waiting.start()
+    may_end.set()
+    waiting.join(30)
+    assert built == [["one.cpp"]] and found[0].read_bytes() == b"library"
+    assert native_extension._built(extension) == found[0] and len(built) == 1
+
+
+def test_a_fault_on_the_way_is_told_at_load(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
+        raise ExtensionError("g++ is missing")
+
+    monkeypatch.setattr(native_extension, "_compile", missing)
+    before = threading.active_count()
+    build_ahead([extension])
+    for thread in threading.enumerate():
+        if thread.name == "build one":
+            thread.join(30)
+    assert threading.active_count() == before
+    with pytest.raises(ExtensionError, match=r"g\+\+ is missing"):
+        load(extension)
+
+
+def test_a_library_depends_on_its_sources_and_flags(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_extension, "_compile", lambda target, units, flags: target.write_bytes(b"library"))
+    others = [extension, Extension("one", ("one.cpp",), ("-O1",))]
+    found = [native_extension._built(other) for other in others]
+    (native_extension.NATIVE / "one.cpp").write_text("int two;")
+    found.append(native_extension._built(extension))
+    assert len(set(found)) == 3
