@@ -21,7 +21,7 @@ import msgspec
 from headrace.errors import GrammarError
 from headrace.params import Grammar
 
-LIMIT_S = 3.0
+LIMIT_S = 5.0
 _START_S = 60.0
 _END_S = 2.0
 _KEPT = 64
