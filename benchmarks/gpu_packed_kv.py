@@ -29,8 +29,8 @@ from model_shapes import random_model
 from shapes import SHAPES
 
 from headrace.runner.attention.dispatch import install
-from headrace.runner.attention.kernel_check import random_case
 from headrace.runner.attention.paged_decode import PagedDecodeKernel
+from headrace.runner.attention.random_pools import random_case
 from headrace.runner.kernel_cache import device_cache
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import LayerShape

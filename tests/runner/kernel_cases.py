@@ -13,7 +13,7 @@ from itertools import combinations
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.kernel_check import random_case
+from headrace.runner.attention.random_pools import random_case
 from headrace.runner.kv_packing import Packed, VectorPacking
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView

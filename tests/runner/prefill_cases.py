@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from kernel_cases import DTYPES, slots_of, vectors
 
-from headrace.runner.attention.prefill_check import random_prompts
+from headrace.runner.attention.random_pools import random_prompts
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView
 

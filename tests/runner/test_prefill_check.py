@@ -12,7 +12,8 @@ from headrace.runner.attention import paged_prefill, prefill_check
 from headrace.runner.attention.dispatch import AttentionDispatcher
 from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.paged_prefill import Form, PagedPrefillKernel, refusal
-from headrace.runner.attention.prefill_check import choose_prefill, random_prompts
+from headrace.runner.attention.prefill_check import choose_prefill
+from headrace.runner.attention.random_pools import random_prompts
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import KVHandle, LayerView, PagedMask

@@ -9,7 +9,7 @@ read, so a wrong one harms nothing before it is found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.runner.attention.paged_decode import PagedDecodeKernel, blocks_per_row, refusal, takes_tiles
+from headrace.runner.attention.random_pools import float32_view, random_case
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.kv_pool import LayerShape
+from headrace.runner.layer_view import LayerView
 from headrace.runner.timing import best_seconds, no_slower
 
 # Largest difference of an output of unit scale, by bytes of the dtype.
@@ -189,19 +189,6 @@ def _called(kernel: PagedDecodeKernel, forms: Iterable[LayerForm], block_size: i
             kernel(queries, view, form.layer.key_dim**-0.5, form.window, None, form.softcap)
 
 
-def float32_view(view: LayerView) -> LayerView:
-    """The same keys and values as float32, not packed: the reference would round what it unpacks to 16 bits."""
-    pool, layer = view.pool, view.pool.layers[0]
-    exact = KVPool([replace(layer, bits=None, dtype=mx.float32)], [1], pool.block_size, head_major=False)
-    exact.keys[0] = _float32(pool.keys[0], pool.key_affine[0], layer.key_packing)
-    exact.values[0] = _float32(pool.values[0], pool.value_affine[0], layer.value_packing)
-    return LayerView(exact, 0, view.batch)
-
-
-def _float32(array: mx.array, affine: tuple[mx.array, ...], packing: VectorPacking | None) -> mx.array:
-    return array.astype(mx.float32) if packing is None else packing.unpack(Packed(array, *affine), mx.float32)
-
-
 def _times(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> tuple[float, float]:
     """Seconds of the kernel and of the reference."""
     lengths = [1, 200, 350, 640, 900, 33, 700, 1]
@@ -211,56 +198,3 @@ def _times(kernel: PagedDecodeKernel, form: LayerForm, block_size: int) -> tuple
         best_seconds(lambda: kernel(queries, view, *options)),
         best_seconds(lambda: paged_attention(queries, view, *options)),
     )
-
-
-def random_case(
-    layer: LayerShape,
-    heads: int,
-    lengths: Sequence[int],
-    block_size: int,
-    window: int | None,
-    *,
-    seed: int = 0,
-) -> tuple[mx.array, LayerView]:
-    """Queries ``[B, heads, 1, key_dim]`` and a view of a random pool whose rows have ``lengths`` positions.
-
-    A window leaves out the blocks behind it, as the scheduler does.
-    """
-    rng = np.random.default_rng(seed)
-    firsts = [0 if window is None else max(0, length - window) // block_size * block_size for length in lengths]
-    counts = [-(-(length - first) // block_size) for length, first in zip(lengths, firsts, strict=True)]
-    pool = KVPool([replace(layer, group=0)], [sum(counts) + 1], block_size, head_major=False)
-    keys = mx.random.split(mx.random.key(seed), 3)
-    slots = (sum(counts) + 1) * block_size
-    pool.keys[0], pool.key_affine[0] = random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
-    pool.values[0], pool.value_affine[0] = random_vectors(
-        layer, slots, layer.value_dim, layer.value_packing, keys[1]
-    )
-    ids = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
-    tables = np.zeros((len(lengths), max(counts)), np.int32)
-    for row, count in enumerate(counts):
-        tables[row, :count], ids = ids[:count], ids[count:]
-    ends = mx.array(list(lengths), mx.int32)
-    group = GroupBatch(
-        window,
-        mx.zeros(len(lengths), mx.int32),
-        firsts=firsts,
-        tables=mx.array(tables),
-        bases=mx.array(firsts, mx.int32),
-    )
-    batch = ForwardBatch(
-        offsets=ends - 1, ends=ends, starts=[n - 1 for n in lengths], lengths=[1] * len(lengths), groups=[group]
-    )
-    queries = mx.random.normal((len(lengths), heads, 1, layer.key_dim), layer.dtype, key=keys[2])
-    return queries, LayerView(pool, 0, batch)
-
-
-def random_vectors(
-    layer: LayerShape, slots: int, dim: int, packing: VectorPacking | None, key: mx.array
-) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """One token-major pool array, and scales and biases of a packed one."""
-    x = mx.random.normal((slots, layer.kv_heads, dim), layer.dtype, key=key)
-    if packing is None:
-        return x, ()
-    packed = packing.pack(x)
-    return packed.codes, (packed.scales, packed.biases)

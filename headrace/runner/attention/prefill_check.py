@@ -9,19 +9,18 @@ already, so at its worst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.attention.kernel_check import LayerForm, float32_view, random_vectors
+from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.paged_prefill import MIN_SPLIT, PagedPrefillKernel, refusal
+from headrace.runner.attention.random_pools import float32_view, random_prompts
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.timing import best_seconds
 
 # Largest difference of an output of unit scale.
@@ -112,51 +111,3 @@ def _times(kernel: PagedPrefillKernel, form: LayerForm, block_size: int) -> tupl
         best_seconds(lambda: kernel(queries, view, *options)),
         best_seconds(lambda: paged_attention(queries, view, *options)),
     )
-
-
-def random_prompts(
-    layer: LayerShape,
-    heads: int,
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    block_size: int,
-    window: int | None,
-    *,
-    seed: int = 0,
-) -> tuple[mx.array, LayerView]:
-    """Queries ``[B, heads, L, key_dim]`` and a view of a random pool: ``lengths[i]`` tokens behind ``starts[i]``.
-
-    A window leaves out the blocks behind it, as the scheduler does.
-    """
-    rng = np.random.default_rng(seed)
-    oldest = [0 if window is None else max(0, start - window + 1) for start in starts]
-    firsts = [first // block_size * block_size for first in oldest]
-    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    counts = [-(-(end - first) // block_size) for end, first in zip(ends, firsts, strict=True)]
-    pool = KVPool([replace(layer, group=0)], [sum(counts) + 1], block_size, head_major=False)
-    keys = mx.random.split(mx.random.key(seed), 3)
-    slots = (sum(counts) + 1) * block_size
-    pool.keys[0], pool.key_affine[0] = random_vectors(layer, slots, layer.key_dim, layer.key_packing, keys[0])
-    pool.values[0], pool.value_affine[0] = random_vectors(
-        layer, slots, layer.value_dim, layer.value_packing, keys[1]
-    )
-    ids = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
-    tables = np.zeros((len(starts), max(counts)), np.int32)
-    for row, count in enumerate(counts):
-        tables[row, :count], ids = ids[:count], ids[count:]
-    group = GroupBatch(
-        window,
-        mx.zeros(len(starts) * max(lengths), mx.int32),
-        firsts=firsts,
-        tables=mx.array(tables),
-        bases=mx.array(firsts, mx.int32),
-    )
-    batch = ForwardBatch(
-        offsets=mx.array(list(starts), mx.int32),
-        ends=mx.array(ends, mx.int32),
-        starts=list(starts),
-        lengths=list(lengths),
-        groups=[group],
-    )
-    queries = mx.random.normal((len(starts), heads, max(lengths), layer.key_dim), layer.dtype, key=keys[2])
-    return queries, LayerView(pool, 0, batch)

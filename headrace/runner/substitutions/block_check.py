@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from headrace.runner.attention.kernel_check import random_vectors
+from headrace.runner.attention.random_pools import random_vectors
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
