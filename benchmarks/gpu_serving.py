@@ -372,9 +372,9 @@ def main() -> int:
     add("--seed", type=int, default=0)
     add("--json", metavar="FILE")
     args = parser.parse_args()
+    decode = json.loads(Path(args.decode).read_text()) if args.decode else []  # a missing file is said at once
     bench = Bench(args)
     bench.run()
-    decode = json.loads(Path(args.decode).read_text()) if args.decode else []
     print(table(bench.cells, decode, args.shape))
     print("\n".join([*verdicts(bench.cells), *bench.notes]))
     bench.write()

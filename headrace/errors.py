@@ -119,3 +119,8 @@ class InternalFault(RequestError):
     status = 500
     kind = "internal_error"
     code = "internal_error"
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's error says, for a log or a note: its first line, or its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

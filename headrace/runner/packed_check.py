@@ -20,6 +20,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import one_line
 from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_packing import VectorPacking
 from headrace.runner.kv_pool import KVPool
@@ -61,7 +62,7 @@ def packed_fault(
             if not worst <= tolerance:
                 return f"logits differ by {worst:.3f} of their spread from those of the stored vectors"
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"{type(error).__name__}: {one_line(error)}"
     return ""
 
 

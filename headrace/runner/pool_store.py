@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner.cpu_operations import CpuOperations
 from headrace.runner.device_arrays import MARK_SHAPE
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
@@ -135,7 +136,7 @@ class PoolStore:
             fault = "it does not write what it should"
         except Exception as error:
             # Whatever a compiler or driver says about a kernel, functional writes can serve.
-            fault = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            fault = one_line(error)
         log.warning("KV is not written in place, so steps wait for each other: %s", fault)
         return None
 

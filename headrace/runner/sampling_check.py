@@ -15,6 +15,7 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.sampler import sample
 from headrace.runner.sampling_batch import SamplingBatch, random_key
@@ -55,7 +56,7 @@ def choose_sampling(
         found = first_fault(kernel, logits)
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
-        found = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        found = one_line(error)
     if found is not None:
         log.warning("sampling by MLX's operations: %s", found)
         return None

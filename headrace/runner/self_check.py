@@ -15,7 +15,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.errors import StartupError
+from headrace.errors import StartupError, one_line
 from headrace.runner.attention.dispatch import install
 from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.logits_head import HeadSelector
@@ -74,7 +74,7 @@ def _choose(
         try:
             got = run_trial(model, selector, found, vocab_size, options, head_major=head_major, store=store).logits
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            faults.append(f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            faults.append(f"{type(error).__name__}: {one_line(error)}")
             continue
         worst = max(difference(a, b) for a, b in zip(expected, got, strict=True))
         if worst <= TOLERANCE.get(found.layers[0].dtype.size, 0.08):

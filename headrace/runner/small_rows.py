@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner import small_rows_source as source
 from headrace.runner.kernel_language import compile_ahead, cuda_kernel
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
@@ -355,7 +356,7 @@ class SmallRowsKernel:
             return _cost(partial(self._by, way), products, x, self._recorder)
         except Exception as error:
             # Whatever a compiler or driver says about a kernel, MLX's operations can serve.
-            self.faults.append(f"{_words(key, way)}: {(str(error).splitlines() or ['?'])[0][:160]}")
+            self.faults.append(f"{_words(key, way)}: {one_line(error)}")
             return None
 
     def balance(self, forms: Sequence[Form]) -> None:

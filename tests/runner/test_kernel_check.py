@@ -92,6 +92,23 @@ def test_the_quicker_of_two_right_ones(
     assert choose_kernel(LAYER, 4, None, 16).kernel is (kernel if slower else by_tiles)
 
 
+def test_another_one_that_fails_is_said(
+    kernel: ReferenceInItsPlace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no better than the right one, which serves; nothing is kept quiet."""
+    by_tiles = ReferenceInItsPlace()
+
+    def made(*, tiles: bool = True) -> ReferenceInItsPlace:
+        if not tiles:
+            raise RuntimeError("no room for it\nat address 7")
+        return by_tiles
+
+    monkeypatch.setattr(PagedDecodeKernel, "for_device", made)
+    monkeypatch.setattr(kernel_check, "takes_tiles", lambda layer, block_size: True)
+    assert choose_kernel(LAYER, 4, None, 16).kernel is by_tiles
+    assert caplog.messages[-1].endswith("beside another kernel, no room for it")
+
+
 def test_a_slower_one_is_not(kernel: ReferenceInItsPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((3e-6, 2e-6))
     monkeypatch.setattr(kernel_check, "best_seconds", lambda run: next(times))

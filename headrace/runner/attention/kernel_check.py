@@ -8,6 +8,7 @@ read, so a wrong one harms nothing before it is found.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner.attention.paged_decode import PagedDecodeKernel, blocks_per_row, refusal, takes_tiles
 from headrace.runner.attention.random_pools import float32_view, random_case
 from headrace.runner.attention.reference import paged_attention
@@ -24,6 +26,8 @@ from headrace.runner.kv_layout import ModelLayout
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView
 from headrace.runner.timing import best_seconds, no_slower
+
+log = logging.getLogger("headrace.runner")
 
 # Largest difference of an output of unit scale, by bytes of the dtype.
 TOLERANCE = {4: 2e-3, 2: 3e-2}
@@ -112,7 +116,8 @@ def _loses(
 
         compile_ahead(lambda: [run(by, *case) for by in (kernel, other) for case in cases])
         return not all(no_slower(partial(run, kernel, *case), partial(run, other, *case)) for case in cases)
-    except Exception:
+    except Exception as error:
+        log.warning("attention by tensor cores is used untimed: beside another kernel, %s", one_line(error))
         return False  # another kernel that fails is no better
 
 
@@ -139,7 +144,7 @@ def _judged(
             own, reference = own + count * times[0], reference + count * times[1]
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, the reference can serve.
-        what = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        what = one_line(error)
         where = "" if form is None else f" ({form})"
         return KernelChoice(None, f"reference attention: the kernel failed: {what}{where}")
     layers = sum(forms.values())

@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.core.layout import KVLayout, LayerGroup
 from headrace.core.step import ScheduledRow
+from headrace.errors import one_line
 from headrace.params import SamplingParams
 from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.native_attention import NativeAttention
@@ -76,7 +77,7 @@ def _choose(
             times = _times(attention, form, block_size)
             own, reference = own + count * times[0], reference + count * times[1]
     except (RuntimeError, ValueError, TypeError) as error:
-        what = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        what = one_line(error)
         return NativeChoice(None, None, f"reference attention: native attention failed: {what}")
     layers = sum(forms.values())
     described = "; ".join(str(form) for form in forms)

@@ -160,8 +160,12 @@ class Form:
 
 def input_names(bits: int | None) -> list[str]:
     """Of the decode kernel over a pool that is packed to ``bits``, or not."""
-    pools = ["k", "v"] if bits is None else ["k", "ks", "kb", "v", "vs", "vb"]
-    return ["q", *pools, "tables", "bases", "ends", "sizes", "params", "sinks", "mark"]
+    return ["q", *pool_names(bits), "tables", "bases", "ends", "sizes", "params", "sinks", "mark"]
+
+
+def pool_names(bits: int | None) -> list[str]:
+    """A pool's arrays, keys first; of packed ones codes, scales and biases."""
+    return ["k", "v"] if bits is None else ["k", "ks", "kb", "v", "vs", "vb"]
 
 
 class PagedDecodeKernel:

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from headrace.runner.attention import paged_decode_source
 from headrace.runner.attention import paged_prefill_source as source
+from headrace.runner.attention.paged_decode import pool_names
 from headrace.runner.device_arrays import DeviceConstants
 from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.kv_packing import VectorPacking
@@ -36,8 +37,7 @@ _NARROW = 64
 
 def input_names(bits: int | None) -> list[str]:
     """Of the kernel over a pool that is packed to ``bits``, or not."""
-    pools = ["k", "v"] if bits is None else ["k", "ks", "kb", "v", "vs", "vb"]
-    return ["q", *pools, "tables", "bases", "offsets", "ends", "sizes", "params", "sinks", "mark"]
+    return ["q", *pool_names(bits), "tables", "bases", "offsets", "ends", "sizes", "params", "sinks", "mark"]
 
 
 @dataclass(frozen=True, slots=True)

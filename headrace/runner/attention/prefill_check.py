@@ -16,6 +16,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.paged_prefill import MIN_SPLIT, PagedPrefillKernel, refusal
 from headrace.runner.attention.random_pools import float32_view, random_prompts
@@ -66,7 +67,7 @@ def choose_prefill(forms: Mapping[LayerForm, int], block_size: int) -> PrefillCh
             own, gathered = own + count * times[0], gathered + count * times[1]
     except Exception as error:
         # Whatever a compiler or driver says about a kernel, gathering can serve.
-        what = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        what = one_line(error)
         where = "" if form is None else f" ({form})"
         return PrefillChoice(None, f"prompts gathered: the prefill kernel failed: {what}{where}")
     layers = sum(taken.values())

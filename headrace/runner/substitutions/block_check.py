@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from headrace.errors import one_line
 from headrace.runner.attention.random_pools import random_vectors
 from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
@@ -89,7 +90,7 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
                 fault = "slower than the unmodified block"
         except Exception as error:
             # Whatever a compiler or driver says about a kernel, the unmodified block can serve.
-            fault = (str(error).splitlines() or ["?"])[0][:160]
+            fault = one_line(error)
         if fault is None:
             kept.append((path, block))
         elif fault not in reasons:

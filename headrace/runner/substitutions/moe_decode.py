@@ -22,6 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
+from headrace.errors import one_line
 from headrace.runner import small_rows_source
 from headrace.runner.kernel_language import cuda_kernel
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
@@ -347,7 +348,7 @@ class ExpertsChoice:
                         self.faults.append(f"{what}: {fault}")
                 except Exception as error:
                     # Whatever a compiler or driver says about a kernel, the unmodified module can serve.
-                    self.faults.append(f"{what}: {(str(error).splitlines() or ['?'])[0][:160]}")
+                    self.faults.append(f"{what}: {one_line(error)}")
             if right:
                 self._wins[key] = self._fastest(h, right, products)
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from headrace.errors import one_line
 from headrace.runner.packed_weights import PackedWeights, wide
 from headrace.runner.small_rows import (
     LEAST_UNPACKED,
@@ -169,17 +170,18 @@ def hold_packed(model: nn.Module, paths: Collection[str], both: Collection[str])
         else:
             made = PackedLinear(packed, weight, module.get("bias"))
         if form not in right:
-            right[form] = _agree(module, made, packed)
-            if not right[form]:
-                log.warning("%s and layers like it stay as they are: products over packed weights differ", path)
+            fault = _fault(module, made, packed)
+            right[form] = fault is None
+            if fault is not None:
+                log.warning("%s and layers like it stay as they are: over packed weights, %s", path, fault)
         if right[form]:
             model.update_modules(nn.utils.tree_unflatten([(path, made)]))
             count += 1
     return count
 
 
-def _agree(module: Any, made: Any, packed: PackedWeights) -> bool:
-    """Whether ``made`` gives what the weights say for a few rows, up to rounding or twice the module's error."""
+def _fault(module: Any, made: Any, packed: PackedWeights) -> str | None:
+    """How ``made`` is off what the weights say for a few rows; None: by rounding, or twice the module's error."""
     *outer, outputs, inner = packed.shape
     x = mx.random.normal((3, inner), key=mx.random.key(0)).astype(packed.dtype)
     places = [0, (outer[0] if outer else outputs) - 1, (outer[0] if outer else outputs) // 2]
@@ -195,10 +197,12 @@ def _agree(module: Any, made: Any, packed: PackedWeights) -> bool:
         bias = module.bias.astype(mx.float32)
         expected = expected + (bias[mx.array(places)][:, None, None] if outer else bias)
     try:
-        error = largest_difference(made(*given), expected)
-        return error <= TOLERANCE or error <= 2 * largest_difference(module(*given), expected)
-    except RuntimeError:  # not there on this device
-        return False
+        worst = largest_difference(made(*given), expected)
+        if worst <= TOLERANCE or worst <= 2 * largest_difference(module(*given), expected):
+            return None
+        return f"products differ by {worst:.2g}"
+    except RuntimeError as error:  # not there on this device
+        return one_line(error)
 
 
 def substitute_packed(model: nn.Module, products: SmallRowsKernel, inside: Collection[str]) -> int:
