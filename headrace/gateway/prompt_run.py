@@ -294,9 +294,11 @@ class PromptRun:
             self._first_token_at = now
             self._metrics.first_token(now - self._received_at, now - (self._started_at or self._submitted_at))
         last = self._last_token_at[output.index]
+        count = len(output.token_ids)
         if last:
-            count = len(output.token_ids)
             self._metrics.inter_token((now - last) / count, count)
+        elif count > 1:  # merged with the first one, before anybody looked
+            self._metrics.inter_token(0.0, count - 1)
         self._last_token_at[output.index] = now
 
 

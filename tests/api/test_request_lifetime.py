@@ -263,7 +263,10 @@ def test_a_fault_of_ours_shows_nothing_inside(api: Api, monkeypatch: pytest.Monk
     assert response.json()["error"]["message"] == "internal error"
 
 
-def test_metrics_of_a_request(api: Api) -> None:
+@pytest.mark.parametrize("together", [1, 4, 100])
+def test_metrics_of_a_request(api: Api, together: int) -> None:
+    """Every output token but the first is counted, however many arrive at once, the first among them."""
+    api.engine.chunk = together
     api.chat("<|s00|>", n=2)
     api.chat_stream("<|s05|>")
     metrics = api.metrics
