@@ -72,6 +72,6 @@ def test_the_clients_own_request_id_is_kept(serve: Serve) -> None:
     server = serve("plain")
     answer = server.client.post(CHAT, chat_body("m", "<|s05|>"), headers={"x-request-id": "my-own.id:1"})
     assert answer.headers["x-request-id"] == "my-own.id:1"
-    answer = server.client.post(CHAT, chat_body("m", "<|s05|>"), headers={"x-request-id": "bad id;" * 50})
-    assert "bad" not in answer.headers["x-request-id"]
+    answer = server.client.post(CHAT, chat_body("m", "<|s05|>"), headers={"x-request-id": "not an id;" * 50})
+    assert "not" not in answer.headers["x-request-id"]
     assert "my-own.id:1" in server.log()

@@ -123,7 +123,11 @@ class Server:
         return [gateway, *gateway.children(recursive=True)]
 
     def rss_bytes(self) -> int:
-        return sum(process.memory_info().rss for process in self.tree())
+        """Resident, without the buffers that MLX keeps for reuse: those have a line of their own in the plan."""
+        name = "headrace:device_memory_bytes"  # known from the worker's first heartbeat on
+        wait_until(lambda: name in self.metrics().families, 10.0, name)
+        kept = self.metrics()(name, kind="cache")
+        return sum(process.memory_info().rss for process in self.tree()) - int(kept)
 
     def cpu_s(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self.tree())
