@@ -60,7 +60,7 @@ class Tokens:
                 del self._open[request_id]
         self._made += len(outputs)
         self._steps += 1
-        return StepOutputs(outputs, self.stats())
+        return StepOutputs(outputs, self.stats(), time.monotonic())
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -219,8 +219,8 @@ class PromptRun:
     def _absorb(self, outputs: list[SequenceOutput], now: float) -> list[Event]:
         self._progress_at = now
         if self._started_at is None:
-            self._started_at = now
-            self._metrics.scheduled(now - self._submitted_at)
+            self._started_at = self._when(self._stream.started_at, now)
+            self._metrics.scheduled(self._started_at - self._submitted_at)
             self.cached_tokens = outputs[0].cached_tokens
             return [Started(self.cached_tokens), *self._absorb(outputs, now)]
         events: list[Event] = []
@@ -283,6 +283,10 @@ class PromptRun:
                 self._note_finish(events[-1])
         return events
 
+    def _when(self, reported: float | None, now: float) -> float:
+        """When the worker did what is read ``now``: this process may have been busy in between."""
+        return now if reported is None else min(now, max(self._submitted_at, reported))
+
     def _note_finish(self, event: Event) -> None:
         self._open -= 1
         if isinstance(event, SequenceFinished):
@@ -292,7 +296,10 @@ class PromptRun:
     def _observe_tokens(self, output: SequenceOutput, now: float) -> None:
         if self._first_token_at is None:
             self._first_token_at = now
-            self._metrics.first_token(now - self._received_at, now - (self._started_at or self._submitted_at))
+            sampled_at = self._when(self._stream.first_token_at, now)
+            self._metrics.first_token(
+                now - self._received_at, sampled_at - (self._started_at or self._submitted_at)
+            )
         last = self._last_token_at[output.index]
         count = len(output.token_ids)
         if last:

@@ -62,10 +62,14 @@ class OutputStream(Protocol):
     ``RequestError`` the request died of: a rejection by the worker, an engine that gave up, a shutdown.
     A pending ``__anext__`` may be cancelled without losing an output.
 
-    ``interruptions``: of the request so far, in order.
+    Attributes:
+        interruptions: of the request so far, in order.
+        started_at, first_token_at: when the worker had the first output and the first token (monotonic).
     """
 
     interruptions: list[Interruption]
+    started_at: float | None
+    first_token_at: float | None
 
     async def accepted(self) -> None:
         """Return when the worker has taken the request in; raise its ``RequestError`` when it refused.

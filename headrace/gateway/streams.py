@@ -75,10 +75,18 @@ class SlotStream:
         self._ended = False
         self._error: RequestError | None = None
         self.interruptions: list[Interruption] = []
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
 
     # -- the dispatcher's side
 
-    def put(self, output: SequenceOutput) -> None:
+    def put(self, output: SequenceOutput, at: float) -> None:
+        """``at``: when the worker had it."""
+        if self.first_token_at is None:
+            if self.started_at is None:
+                self.started_at = at
+            if output.token_ids or output.hidden:
+                self.first_token_at = at
         merged = self._slot.get(output.index)
         if merged is None:
             self._slot[output.index] = _Merged(output)

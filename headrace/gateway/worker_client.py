@@ -268,14 +268,14 @@ class WorkerClient:
             ):  # a continuation's prompt was counted before
                 self.prompt_tokens_total += len(entry.request.prompt_token_ids)
             self.generation_tokens_total += len(passed.token_ids)
-            self._streams[output.request_id].put(passed)
+            self._streams[output.request_id].put(passed, message.at)
             if entry.is_finished:
                 self._close(output.request_id).end()
         if self._trial is not None:
             self._release()
         if message.stats.steps_total != self._steps_told:  # else a sign of life, between two steps
             self._steps_told = message.stats.steps_total
-            self.on_step(message.stats, time.monotonic())
+            self.on_step(message.stats, message.at)
 
     def _reject(self, message: Rejected) -> None:
         stream = self._streams.get(message.request_id)

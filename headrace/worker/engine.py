@@ -118,12 +118,12 @@ class Engine:
         if before is None and launched is None:
             return None
         outputs = [] if before is None else self._take_in(before)
-        return StepOutputs(outputs, self.stats())
+        return StepOutputs(outputs, self.stats(), self._clock())
 
     def settle(self) -> StepOutputs | None:
         """Take in the step that is outstanding and launch none: nothing refers to the pools then."""
         before, self._in_flight = self._in_flight, None
-        return None if before is None else StepOutputs(self._take_in(before), self.stats())
+        return None if before is None else StepOutputs(self._take_in(before), self.stats(), self._clock())
 
     def stats(self) -> EngineStats:
         """Now; ``steps_total`` counts steps whose results were taken in."""
@@ -212,7 +212,7 @@ class Engine:
         if self._timelines and not output.is_empty:
             self._timelines.launched(self._running, self._clock())
         if output.prefill and self._announce is not None:
-            self._announce(StepOutputs(self._signs_of_life(), self.stats()))
+            self._announce(StepOutputs(self._signs_of_life(), self.stats(), self._clock()))
         return None if output.is_empty else _Launched(self._runner.launch(output), output)
 
     def _signs_of_life(self) -> list[SequenceOutput]:

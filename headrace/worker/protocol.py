@@ -127,10 +127,14 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All that one step produced, for every request at once."""
+    """All that one step produced, for every request at once.
+
+    ``at``: when, on the monotonic clock that the machine's processes share: the gateway may read it later.
+    """
 
     outputs: list[SequenceOutput]
     stats: EngineStats
+    at: float
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):

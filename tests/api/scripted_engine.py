@@ -7,6 +7,7 @@ Knobs are plain attributes: ``paused`` (nothing is generated), ``refusal`` (rais
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 from support import scripted
@@ -88,7 +89,7 @@ class ScriptedEngine:
     # -- inside
 
     async def _run(self, request: EngineRequest, stream: SlotStream) -> None:
-        stream.put(self._output(request, 0, [], None))
+        stream.put(self._output(request, 0, [], None), time.monotonic())
         while self.paused:
             await asyncio.sleep(0.005)
         answers = [self._answer(request) for _ in range(request.n)]
@@ -116,7 +117,7 @@ class ScriptedEngine:
             reason = FinishReason.STOP if ends else FinishReason.LENGTH
         if reason is not None:
             self._stopped[request.id].add(index)
-        stream.put(self._output(request, index, token_ids, reason, first=position == 0))
+        stream.put(self._output(request, index, token_ids, reason, first=position == 0), time.monotonic())
 
     def _output(
         self,

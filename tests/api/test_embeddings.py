@@ -9,6 +9,7 @@ import math
 import random
 import re
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +48,14 @@ class StateEngine(ScriptedEngine):
 
     async def _run(self, request: EngineRequest, stream: SlotStream) -> None:
         assert request.params.embed and request.params.max_tokens == 1
-        stream.put(SequenceOutput(request_id=request.id))
+        stream.put(SequenceOutput(request_id=request.id), time.monotonic())
         for _ in range(random.Random(request.id).randrange(20)):
             await asyncio.sleep(0)
         hidden = struct.pack(f"<{WIDTH}f", *state_of(request.prompt_token_ids))
-        stream.put(SequenceOutput(request_id=request.id, finish_reason=FinishReason.LENGTH, hidden=hidden))
+        stream.put(
+            SequenceOutput(request_id=request.id, finish_reason=FinishReason.LENGTH, hidden=hidden),
+            time.monotonic(),
+        )
         self._streams.pop(request.id, None)
         stream.end()
 

@@ -148,7 +148,8 @@ def test_one_request(metered: Metered) -> None:
     assert delta("headrace:unknown_fields_total") == 2
     times = {short: delta(f"{name}_sum") for short, name in INTERVALS.items()}
     assert all(delta(f"{name}_count") == 1 for name in INTERVALS.values())
-    assert min(times.values()) > 0
+    assert min(times[name] for name in ("ttft", "e2e", "queue", "prefill")) > 0
+    assert times["decode"] >= 0  # a gateway that was busy has all tokens at once
     assert times["queue"] + times["prefill"] <= times["ttft"] + 1e-6
     assert times["ttft"] + times["decode"] == pytest.approx(times["e2e"], abs=1e-6)
     # the end token has no text, but is an output token like any other

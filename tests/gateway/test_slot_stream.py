@@ -24,12 +24,14 @@ def tokens(*ids: int, index: int = 0, finish: FinishReason | None = None, **more
 def test_outputs_of_a_slow_reader_merge_per_sequence() -> None:
     async def main() -> None:
         stream = SlotStream("r")
-        stream.put(tokens(1, cached_tokens=7, logprobs=[TokenLogprobs(-1.0, [])]))
-        stream.put(tokens(10, index=1))
-        stream.put(tokens(2, logprobs=[TokenLogprobs(-2.0, [])]))
-        stream.put(tokens(3, finish=FinishReason.STOP))
-        stream.put(tokens(11, index=1, finish=FinishReason.LENGTH))
+        stream.put(tokens(), 0.5)
+        stream.put(tokens(1, cached_tokens=7, logprobs=[TokenLogprobs(-1.0, [])]), 1.0)
+        stream.put(tokens(10, index=1), 1.0)
+        stream.put(tokens(2, logprobs=[TokenLogprobs(-2.0, [])]), 1.5)
+        stream.put(tokens(3, finish=FinishReason.STOP), 1.5)
+        stream.put(tokens(11, index=1, finish=FinishReason.LENGTH), 1.5)
         stream.end()
+        assert (stream.started_at, stream.first_token_at) == (0.5, 1.0)
         first, second = await anext(stream)
         assert (first.token_ids, first.finish_reason, first.cached_tokens) == ([1, 2, 3], FinishReason.STOP, 7)
         assert [entry.logprob for entry in first.logprobs] == [-1.0, -2.0]
@@ -44,10 +46,10 @@ def test_merging_does_not_change_what_was_put_or_taken() -> None:
     async def main() -> None:
         stream = SlotStream("r")
         put = tokens(1)
-        stream.put(put)
+        stream.put(put, 0.0)
         taken = await anext(stream)
-        stream.put(tokens(2))
-        stream.put(tokens(3))
+        stream.put(tokens(2), 1.5)
+        stream.put(tokens(3), 1.5)
         assert put.token_ids == [1] and taken[0].token_ids == [1]
         assert (await anext(stream))[0].token_ids == [2, 3]
 
@@ -61,7 +63,7 @@ def test_a_cancelled_wait_loses_nothing() -> None:
             await asyncio.wait_for(anext(stream), 0.01)
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        stream.put(tokens(1))
+        stream.put(tokens(1), 1.5)
         waiting.cancel()
         await asyncio.sleep(0)
         assert (await anext(stream))[0].token_ids == [1]
@@ -78,7 +80,7 @@ def test_wake_returns_an_empty_list_once() -> None:
         assert await waiting == []
         stream.wake()
         assert await anext(stream) == []
-        stream.put(tokens(1))
+        stream.put(tokens(1), 1.5)
         assert (await anext(stream))[0].token_ids == [1]
 
     run(main())
@@ -89,7 +91,7 @@ def test_an_error_comes_behind_the_outputs() -> None:
         stream = SlotStream("r")
         stream.accept()
         await stream.accepted()
-        stream.put(tokens(1))
+        stream.put(tokens(1), 1.5)
         stream.fail(InternalFault("gone"))
         assert (await anext(stream))[0].token_ids == [1]
         for _ in range(2):
@@ -115,7 +117,7 @@ def test_a_refusal_is_raised_by_accepted_every_time() -> None:
 def test_an_aborted_stream_forgets_what_was_not_read() -> None:
     async def main() -> None:
         stream = SlotStream("r")
-        stream.put(tokens(1))
+        stream.put(tokens(1), 1.5)
         stream.discard()
         assert [outputs async for outputs in stream] == []
 

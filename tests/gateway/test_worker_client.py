@@ -51,7 +51,7 @@ def request(name: str, n: int = 1) -> EngineRequest:
 
 def say(client: WorkerClient, name: str, *tokens: int, finish: FinishReason | None = None) -> None:
     output = SequenceOutput(request_id=name, token_ids=list(tokens), finish_reason=finish)
-    client.worker_message(StepOutputs([output], EngineStats(running=1)))
+    client.worker_message(StepOutputs([output], EngineStats(running=1), 1.0))
 
 
 def fault(*in_step: str) -> WorkerDeath:
@@ -217,7 +217,7 @@ def test_a_step_is_told_once_and_signs_of_life_are_none() -> None:
         for _ in range(2):  # a worker and its successor
             started(client)
             for steps in (0, 1, 1, 1, 2):
-                client.worker_message(StepOutputs([], EngineStats(steps_total=steps)))
+                client.worker_message(StepOutputs([], EngineStats(steps_total=steps), 1.0))
         assert told == [1, 2, 1, 2]
 
     run(main())
