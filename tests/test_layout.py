@@ -87,6 +87,12 @@ def test_rooms_without_mlx_name_none(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_one_module_imports_mlx_lm(path: Path) -> None:
+    if dotted(path) != "headrace.runner.mlx_lm_adapter":
+        assert all(name.split(".")[0] != "mlx_lm" for name, _ in imports(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_core_is_plain_python(path: Path) -> None:
     if room_of(dotted(path)) != "core":
         return
