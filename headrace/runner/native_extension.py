@@ -113,7 +113,7 @@ def _built(extension: Extension) -> Path:
 def _identity(extension: Extension) -> str:
     versions = [f"{package} {_version(package)}" for package in ("mlx", "mlx-cuda-12", "mlx-cuda-13", "nanobind")]
     parts = [extension.name, *_FLAGS, *extension.all_flags, *versions, sys.version, cpu_model(), cpu_features()]
-    return "\n".join([*parts, *(file.read_text() for file in extension.files)])
+    return "\n".join([*parts, *(file.read_text(encoding="utf-8") for file in extension.files)])
 
 
 def _version(package: str) -> str | None:
@@ -148,7 +148,7 @@ def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
     includes = [mlx / "include", nanobind / "include", nanobind / "ext/robin_map/include", python]
     command = [compiler, *_FLAGS, *flags, *(f"-I{folder}" for folder in includes), *map(str, units)]
     command += [str(nanobind / "src/nb_combined.cpp"), f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target)]
-    subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True)
+    subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=True)
 
 
 def _mlx_folder() -> Path | None:

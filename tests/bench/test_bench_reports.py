@@ -51,7 +51,7 @@ def saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
 
 def test_sqlite_and_json_hold_everything(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     report, path = saved
-    database = tmp_path / "a.sqlite"
+    database = tmp_path / "a b#1?50%25.sqlite"  # a name, not a URL
     assert main(["bench-serve", "report", str(path), "--format", "sqlite", "--output", str(database)]) == 0
     assert read_report(str(database)) == report == read_report(str(path))
     with sqlite3.connect(database) as connection:
