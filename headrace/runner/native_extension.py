@@ -15,6 +15,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ NATIVE = Path(__file__).parent / "native"
 CUDA_HEADERS = ("cuda_driver.h", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-DNDEBUG")
 _BUILD_TIMEOUT_S = 300.0
+
+log = logging.getLogger("headrace.runner")
 
 
 class ExtensionError(Exception):
@@ -142,6 +145,7 @@ def _python_headers() -> Path:
 def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
     if (lack := missing()) is not None:
         raise ExtensionError(lack)
+    log.info("building %s, once on this machine: a minute or more", ", ".join(unit.name for unit in units))
     compiler, python = shutil.which("g++"), _python_headers()
     nanobind, mlx = _package("nanobind"), _mlx_folder()
     assert compiler is not None and nanobind is not None and mlx is not None
