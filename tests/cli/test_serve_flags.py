@@ -426,3 +426,28 @@ def test_faults_of_a_file_name_it(tmp_path: Path, content: str, says: str) -> No
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"\.yaml"):
         parse(["--config", write(tmp_path, "c.ini", "[a]")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("c.yaml", "max_num_seqs: 4\nmax-num-seqs: 5\n", "max_num_seqs and max-num-seqs are the same"),
+        ("c.json", '{"max-num-seqs": 4, "max_num_seqs": 4}', "max-num-seqs and max_num_seqs are the same"),
+        ("c.toml", "max_num_seqs = 4\nmax-num-seqs = 5\n", "max_num_seqs and max-num-seqs are the same"),
+        ("c.yaml", "port: 1\nhost: ::1\nport: 2\n", "port is there twice"),
+        ("c.json", '{"port": 1, "port": 1}', "port is there twice"),
+        ("c.toml", "port = 1\nport = 2\n", "Cannot overwrite"),
+        ("c.yaml", "default_chat_template_kwargs: {a: 1, a: 2}\n", "a is there twice"),
+        ("c.json", "[" * 100_000, "nested too deeply"),
+        ("c.yaml", "[" * 5_000, "nested too deeply"),
+    ],
+)
+def test_a_setting_given_twice_is_not_dropped(tmp_path: Path, name: str, content: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", write(tmp_path, name, content)])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_yaml_may_merge_mappings(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "default_chat_template_kwargs:\n  <<: {a: 1, b: 2}\n  a: 3\n")
+    assert config_of("--config", file).chat_template_kwargs == {"a": 3, "b": 2}
