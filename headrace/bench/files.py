@@ -85,7 +85,7 @@ def read_report(path: str) -> Report:
         )
     except OSError as error:
         raise BenchFault(f"{path}: {error.strerror}") from None
-    except (ValueError, sqlite3.Error):
+    except (ValueError, RecursionError, sqlite3.Error):
         raise BenchFault(f"{path}: neither JSON nor SQLite of bench-serve") from None
     if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise BenchFault(f"{path}: not a result of bench-serve")

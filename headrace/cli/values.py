@@ -162,7 +162,7 @@ def _parse_file(value: str) -> object:
 def _parse_json_object(value: str) -> object:
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ValueError('a JSON object, such as {"enable_thinking": false}')

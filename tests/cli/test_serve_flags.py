@@ -451,3 +451,8 @@ def test_a_setting_given_twice_is_not_dropped(tmp_path: Path, name: str, content
 def test_yaml_may_merge_mappings(tmp_path: Path) -> None:
     file = write(tmp_path, "c.yaml", "default_chat_template_kwargs:\n  <<: {a: 1, b: 2}\n  a: 3\n")
     assert config_of("--config", file).chat_template_kwargs == {"a": 3, "b": 2}
+
+
+def test_a_value_nested_without_end_is_one_line() -> None:
+    with pytest.raises(UsageError, match="must be a JSON object"):
+        parse(["--default-chat-template-kwargs", "[" * 100_000])
