@@ -155,7 +155,10 @@ def url_path(metavar: str) -> Kind:
 
 def _parse_file(value: str) -> object:
     if not os.path.isfile(value):
-        raise ValueError("a file that exists")
+        is_special = os.path.exists(value) and not os.path.isdir(value)
+        raise ValueError(
+            "a regular file, which can be read again (no pipe, no device)" if is_special else "a file that exists"
+        )
     return os.path.abspath(value)
 
 

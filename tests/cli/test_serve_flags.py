@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -456,3 +457,13 @@ def test_yaml_may_merge_mappings(tmp_path: Path) -> None:
 def test_a_value_nested_without_end_is_one_line() -> None:
     with pytest.raises(UsageError, match="must be a JSON object"):
         parse(["--default-chat-template-kwargs", "[" * 100_000])
+
+
+def test_pipes_are_named_as_such(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for flag in ("--api-key-file", "--chat-template", "--config", "--ssl-certfile"):
+        with pytest.raises(UsageError, match=r"a regular file.*no pipe"):
+            parse([flag, str(pipe)])
+    with pytest.raises(UsageError, match="a file that exists"):
+        parse(["--api-key-file", str(tmp_path)])
