@@ -102,6 +102,16 @@ def text(metavar: str) -> Kind:
     return Kind(metavar, parse)
 
 
+def _parse_host(value: str) -> object:
+    """IPv6 addresses also as URLs write them."""
+    if not value.strip():
+        raise ValueError("not empty")
+    return value[1:-1] if value.startswith("[") and value.endswith("]") and ":" in value else value
+
+
+HOST = Kind("HOST", _parse_host)
+
+
 def output_file(metavar: str) -> Kind:
     """A file that can be written, as far as its folder tells: said before the work, not behind it."""
 

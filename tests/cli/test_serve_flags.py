@@ -467,3 +467,9 @@ def test_pipes_are_named_as_such(tmp_path: Path) -> None:
             parse([flag, str(pipe)])
     with pytest.raises(UsageError, match="a file that exists"):
         parse(["--api-key-file", str(tmp_path)])
+
+
+def test_hosts_as_urls_write_them() -> None:
+    assert config_of("--host", "[::1]").host == "::1" == config_of("--host", "::1").host
+    with pytest.raises(UsageError, match="not empty"):
+        parse(["--host", ""])
