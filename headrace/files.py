@@ -84,6 +84,6 @@ def appearing(target: Path) -> Iterator[Path]:
 @contextmanager
 def locked(folder: Path, name: str = "") -> Iterator[None]:
     """Hold the folder, or ``name`` in it, against others that prepare something there; waits."""
-    with (folder / f"{name}.lock").open("w") as lock:
+    with (folder / f"{name}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

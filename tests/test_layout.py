@@ -87,6 +87,12 @@ def test_rooms_without_mlx_name_none(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_one_module_imports_mlx_lm(path: Path) -> None:
+    if dotted(path) != "headrace.runner.mlx_lm_adapter":
+        assert all(name.split(".")[0] != "mlx_lm" for name, _ in imports(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_core_is_plain_python(path: Path) -> None:
     if room_of(dotted(path)) != "core":
         return
@@ -120,3 +126,21 @@ def test_files_and_functions_are_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_text_files_have_an_encoding(path: Path) -> None:
+    """The system's may be any; and a child that says what it lacks is no reason to fail."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        keywords = {keyword.arg for keyword in node.keywords}
+        modes = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        is_text = (
+            (name == "read_text" and not node.args)
+            or (name == "write_text" and len(node.args) < 2)
+            or (name == "open" and bool(modes) and "b" not in modes[-1])
+            or (name in ("run", "Popen", "check_output") and "text" in keywords)
+        )
+        assert not is_text or keywords & {"encoding", "errors"}, f"{path}:{node.lineno}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headrace.bench.report import FORMAT, FORMAT_VERSION, Report, flat_cell
 from headrace.bench.server import BenchFault
@@ -79,10 +80,12 @@ def read_report(path: str) -> Report:
     try:
         with open(path, "rb") as file:
             begin = file.read(16)
-        report = _from_sqlite(path) if begin.startswith(b"SQLite format 3") else json.loads(Path(path).read_text())
+        report = (
+            _from_sqlite(path) if begin.startswith(b"SQLite format 3") else json.loads(Path(path).read_bytes())
+        )
     except OSError as error:
         raise BenchFault(f"{path}: {error.strerror}") from None
-    except (ValueError, sqlite3.Error):
+    except (ValueError, RecursionError, sqlite3.Error):
         raise BenchFault(f"{path}: neither JSON nor SQLite of bench-serve") from None
     if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise BenchFault(f"{path}: not a result of bench-serve")
@@ -92,7 +95,7 @@ def read_report(path: str) -> Report:
 
 
 def _from_sqlite(path: str) -> Report:
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+    with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as database:
         report: Report = json.loads(database.execute("SELECT json FROM report").fetchone()[0])
         report["cells"] = []
         for number, text in database.execute("SELECT cell, json FROM cells ORDER BY cell").fetchall():

@@ -90,7 +90,7 @@ class Observer:
             return
         try:
             chunk = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             self._fail(Failure.MALFORMED, f"event is not JSON: {data[:80]}")
             return
         if not isinstance(chunk, dict):

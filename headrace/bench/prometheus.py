@@ -26,8 +26,8 @@ Series = Mapping[str, Sequence[tuple[Labels, float]]]
 def parse(text: str) -> dict[str, list[tuple[Labels, float]]]:
     """Samples by name; comments, timestamps and lines that are no samples are passed over."""
     series: dict[str, list[tuple[Labels, float]]] = {}
-    for line in text.splitlines():
-        found = _LINE.match(line)
+    for line in text.split("\n"):
+        found = _LINE.match(line.rstrip("\r"))
         if not found:
             continue
         name, labels, number = found.groups()

@@ -44,7 +44,7 @@ class Api:
         status, data = await self.call(method, path, body)
         try:
             return json.loads(data) if status == 200 else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
@@ -65,7 +65,7 @@ async def read_info(api: Api) -> ServerInfo:
         raise BenchFault(f"{api.server.host}:{api.server.port} wants a key: give --api-key")
     try:
         cards = json.loads(data).get("data") if code == 200 else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         cards = None
     known = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     lengths = {card["id"]: card["max_model_len"] for card in known if isinstance(card.get("max_model_len"), int)}

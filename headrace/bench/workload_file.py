@@ -34,7 +34,7 @@ class Entry:
 def read_workload(path: str, turns: int = 1) -> list[Entry]:
     """Entries of a file; of conversations the first ``turns`` turns. Raises BenchFault with the line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchFault(f"{path}: cannot be read ({type(error).__name__})") from None
     entries = [entry for place, item in _items(path, text) if (entry := _entry(path, place, item, turns))]
@@ -47,14 +47,14 @@ def _items(path: str, text: str) -> list[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         try:
             return [(f"entry {index + 1}", item) for index, item in enumerate(json.loads(text))]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BenchFault(f"{path}: not a JSON list: {error}") from None
     items = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 items.append((f"line {number}", json.loads(line)))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise BenchFault(f"{path}, line {number}: not JSON") from None
     return items
 

@@ -114,6 +114,8 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     Raises ``ModelFileError`` naming the file and the field at fault.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # to open a pipe would wait for whoever writes
+        raise ModelFileError(f"{path.name}: not a GGUF file, but a folder, a pipe or a device")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -356,7 +356,7 @@ def _write_record(
         "asked": options.revision,
         "files": {file.name: {"size": file.size, "sha256": file.sha256} for file in files},
     }
-    (staging / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    (staging / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for path in staging.iterdir():
         with path.open("rb") as written:
             os.fsync(written.fileno())

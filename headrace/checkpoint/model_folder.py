@@ -73,6 +73,8 @@ def describe(path: str | os.PathLike[str]) -> ModelFiles:
     except PermissionError as error:
         name = os.path.basename(error.filename) if error.filename else str(path)
         raise ModelFileError(f"{name}: cannot be read: {error.strerror}") from None
+    if not path.is_file():  # to open a pipe would wait for whoever writes
+        raise ModelFileError(f"{path.name}: a model is a folder or a .gguf file, this is a pipe or a device")
     with_magic = path.suffix.lower() == ".gguf" or _starts_with_gguf(path)
     if not with_magic:
         raise ModelFileError(f"{path.name}: a model is a folder or a .gguf file, this is another kind of file")

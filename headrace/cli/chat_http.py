@@ -71,7 +71,7 @@ class Endpoint:
             data = self._exchange(connection, "GET", "/models", None).read()
             cards = json.loads(data)["data"]
             return [str(card["id"]) for card in cards]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ChatFault(
                 f"{self.base}/models does not list models: is this an OpenAI-compatible URL?"
             ) from None
@@ -172,7 +172,7 @@ def read_event(data: str) -> Delta:
             finish_reason=choice.get("finish_reason"),
             usage=usage,
         )
-    except (ValueError, AttributeError, TypeError, KeyError, IndexError):
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError):
         raise ChatFault(f"the server sent an event that is no chat chunk: {data[:80]!r}") from None
 
 
@@ -180,7 +180,7 @@ def _message(data: bytes) -> str:
     """What an error body says, in one line; "" when nothing can be read."""
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return " ".join(data.decode("utf-8", "replace").split())[:200]
     for name in ("error", "detail", "message"):
         said = body.get(name) if isinstance(body, dict) else None

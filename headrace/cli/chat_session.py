@@ -111,7 +111,7 @@ class Conversation:
             return
         try:
             self.params[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.params[name] = value
 
     # -- files
@@ -150,6 +150,6 @@ def read(path: Path) -> dict[str, Any]:
             return dict(data)
     except OSError as error:
         raise ChatFault(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ChatFault(f"{path} is not a saved chat")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from headrace.cli.flags import UsageError
 
@@ -25,6 +26,8 @@ def load_config_file(path: str) -> Mapping[str, object]:
         parsed = _parse(content, suffix)
     except ValueError as error:
         raise UsageError(f"--config {name} cannot be parsed: {_one_line(error)}") from None
+    except RecursionError:
+        raise UsageError(f"--config {name} cannot be parsed: it is nested too deeply") from None
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):
@@ -33,17 +36,34 @@ def load_config_file(path: str) -> Mapping[str, object]:
 
 
 def _parse(content: str, suffix: str) -> object:
-    """Raises ValueError (both tomllib's and json's errors are ValueErrors)."""
+    """Raises ValueError (both tomllib's and json's errors are ValueErrors); also for a name given twice."""
     if suffix == ".toml":
         return tomllib.loads(content)
     if suffix == ".json":
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_unique)
     import yaml
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML forbids a mapping to name a thing twice; PyYAML takes the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
     try:
-        return yaml.safe_load(content)
+        return yaml.load(content, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+
+
+def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        found[name] = value
+    return found
 
 
 def _one_line(error: Exception) -> str:

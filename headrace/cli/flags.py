@@ -195,10 +195,13 @@ def read_mapping(table: FlagTable, mapping: Mapping[str, object], source: str) -
     """
     by_key = {flag.key: flag for flag in table.flags}
     given: list[Given] = []
+    spelled: dict[str, str] = {}
     for name, value in mapping.items():
         flag = by_key.get(str(name).replace("-", "_"))
         if flag is None:
             raise UsageError(f"{source}: {unknown(str(name), list(by_key), 'setting')}")
+        if (before := spelled.setdefault(flag.key, str(name))) != str(name):
+            raise UsageError(f"{source}: {before} and {name} are the same setting: give one of them")
         try:
             given += _from_mapping(flag, value)
         except UsageError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console scripts' entry point; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_files()
+    _take_any_character()
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a reader that left is found here, not when the interpreter ends
@@ -71,6 +73,13 @@ def _open_standard_files() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _take_any_character() -> None:
+    """Names of models and files are printed in every locale, escaped where it lacks a character."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: list[str]) -> int:

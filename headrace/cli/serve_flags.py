@@ -10,6 +10,7 @@ from __future__ import annotations
 from headrace.cli.flags import Flag, FlagTable
 from headrace.cli.values import (
     FILE,
+    HOST,
     JSON_OBJECT,
     KV_BITS,
     ORIGIN,
@@ -31,7 +32,7 @@ _SERVER = (
         text("NAME"),
         repeat=True,
     ),
-    Flag("--host", "address to listen on", "server.host", text("HOST"), "127.0.0.1"),
+    Flag("--host", "address to listen on", "server.host", HOST, "127.0.0.1"),
     Flag("--port", "port to listen on; 0: a free one, printed at start", "server.port", integer(0, 65535), "8000"),
     Flag("--config", "these flags in a YAML, TOML or JSON file; the command line wins", "cli.config", FILE),
     Flag("--model", "MODEL, in configuration files", "cli.model", text("MODEL")),

@@ -102,6 +102,16 @@ def text(metavar: str) -> Kind:
     return Kind(metavar, parse)
 
 
+def _parse_host(value: str) -> object:
+    """IPv6 addresses also as URLs write them."""
+    if not value.strip():
+        raise ValueError("not empty")
+    return value[1:-1] if value.startswith("[") and value.endswith("]") and ":" in value else value
+
+
+HOST = Kind("HOST", _parse_host)
+
+
 def output_file(metavar: str) -> Kind:
     """A file that can be written, as far as its folder tells: said before the work, not behind it."""
 
@@ -155,14 +165,17 @@ def url_path(metavar: str) -> Kind:
 
 def _parse_file(value: str) -> object:
     if not os.path.isfile(value):
-        raise ValueError("a file that exists")
+        is_special = os.path.exists(value) and not os.path.isdir(value)
+        raise ValueError(
+            "a regular file, which can be read again (no pipe, no device)" if is_special else "a file that exists"
+        )
     return os.path.abspath(value)
 
 
 def _parse_json_object(value: str) -> object:
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ValueError('a JSON object, such as {"enable_thinking": false}')

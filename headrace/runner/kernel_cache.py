@@ -151,7 +151,7 @@ class KernelCache:
     def _holds(self, module: str, key: str) -> bool:
         code, names = self._files(module)
         try:
-            lines = names.read_text().splitlines()
+            lines = names.read_text(encoding="utf-8").splitlines()
             return lines[1:] == _digests(key, code.read_bytes())
         except (OSError, ValueError):
             return False
@@ -163,7 +163,7 @@ class KernelCache:
         with locked(self._folder):
             code.unlink(missing_ok=True)
             with appearing(names) as draft:
-                draft.write_text("\n".join(lines) + "\n")
+                draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
             with appearing(code) as draft:
                 draft.write_bytes(image.code)
 
@@ -248,7 +248,7 @@ def remove_incomplete(folder: Path) -> None:
         if code.name.startswith("custom_kernel_"):
             continue
         try:
-            whole = _is_whole(code.read_bytes()) and names.read_text().endswith("\n")
+            whole = _is_whole(code.read_bytes()) and names.read_text(encoding="utf-8").endswith("\n")
         except (OSError, ValueError):
             whole = False
         if not whole:

@@ -149,6 +149,6 @@ def _included(text: str) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Have exactly ``text`` in the file."""
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
         with appearing(path) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")

@@ -13,6 +13,9 @@ On the CPU, MLX's arrays come from the C library's heap. glibc raises the size f
 own to that of the largest block freed so far, up to 32 MiB; from then on arrays lie among small blocks, and what
 is freed between them does not return: a worker under overload grew by 100 MiB in ten minutes. With a fixed size it
 stays flat.
+
+What MLX compiles it puts into the temporary folder as C++ finds it, which throws when the environment names one
+that is not there; Python takes the next that is.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
 
 _CUDA = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
@@ -28,11 +32,16 @@ _CUDA = {
 }
 # Parameters of glibc's mallopt(3), bytes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# Where C++ looks, in this order (std::filesystem::temp_directory_path).
+_TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 _HEAP = {_MMAP_THRESHOLD: 256 << 10, _TRIM_THRESHOLD: 1 << 20}
 
 
 def prepare() -> None:
     """Set what is not set. Call before MLX is imported."""
+    named = next((os.environ[name] for name in _TEMPORARY if name in os.environ), None)
+    if named is not None and not os.path.isdir(named):
+        os.environ["TMPDIR"] = tempfile.gettempdir()
     if sys.platform == "darwin":
         return  # Metal reads the last one too, and its default is right there
     _settle_heap()

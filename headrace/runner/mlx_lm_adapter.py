@@ -1,11 +1,15 @@
 """Every use that Headrace makes of mlx-lm's internals, in one place.
 
 mlx-lm gives model definitions. What we rely on beyond calling them is listed here, one function each, and
-checked by ``tests/runner/test_mlx_lm_contract.py`` against the pinned version:
+checked by the runner's tests against the pinned version:
 
 - a model's ``make_cache`` (or its layer count) tells which cache each layer wants;
 - every ``mlx_lm.models.*`` module that attends through the shared function holds it under the name
-  ``scaled_dot_product_attention``, looked up at call time, so rebinding the name redirects attention.
+  ``scaled_dot_product_attention``, looked up at call time, so rebinding the name redirects attention;
+- importing it sets the process's limit on open files (to 2048, the hard one to 4096): an error for a process
+  that may open fewer, a loss for one that may open more.
+
+Other modules take mlx-lm's classes from here, so that it is imported once and without that.
 """
 
 from __future__ import annotations
@@ -13,18 +17,38 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import utils as _utils
-from mlx_lm.models import base as _base
-from mlx_lm.models import cache as _cache
 
 from headrace.errors import ModelFileError
+
+
+@contextmanager
+def _limits_kept() -> Iterator[None]:
+    """Who sets the process's limits inside is not heard."""
+    set_limit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit
+
+
+with _limits_kept():
+    from mlx_lm import utils as _utils
+    from mlx_lm.models import base as _base
+    from mlx_lm.models import cache as _cache
+    from mlx_lm.models.rope_utils import Llama3RoPE
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
+
+__all__ = ["Llama3RoPE", "QuantizedSwitchLinear", "SwiGLU", "SwitchGLU", "SwitchLinear"]
 
 ATTENTION_NAME = "scaled_dot_product_attention"
 

@@ -15,6 +15,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ NATIVE = Path(__file__).parent / "native"
 CUDA_HEADERS = ("cuda_driver.h", "cuda_names/cuda.h", "cuda_names/cuda_runtime.h", "cuda_names/fmt/format.h")
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-DNDEBUG")
 _BUILD_TIMEOUT_S = 300.0
+
+log = logging.getLogger("headrace.runner")
 
 
 class ExtensionError(Exception):
@@ -113,7 +116,7 @@ def _built(extension: Extension) -> Path:
 def _identity(extension: Extension) -> str:
     versions = [f"{package} {_version(package)}" for package in ("mlx", "mlx-cuda-12", "mlx-cuda-13", "nanobind")]
     parts = [extension.name, *_FLAGS, *extension.all_flags, *versions, sys.version, cpu_model(), cpu_features()]
-    return "\n".join([*parts, *(file.read_text() for file in extension.files)])
+    return "\n".join([*parts, *(file.read_text(encoding="utf-8") for file in extension.files)])
 
 
 def _version(package: str) -> str | None:
@@ -142,13 +145,14 @@ def _python_headers() -> Path:
 def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
     if (lack := missing()) is not None:
         raise ExtensionError(lack)
+    log.info("building %s, once on this machine: a minute or more", ", ".join(unit.name for unit in units))
     compiler, python = shutil.which("g++"), _python_headers()
     nanobind, mlx = _package("nanobind"), _mlx_folder()
     assert compiler is not None and nanobind is not None and mlx is not None
     includes = [mlx / "include", nanobind / "include", nanobind / "ext/robin_map/include", python]
     command = [compiler, *_FLAGS, *flags, *(f"-I{folder}" for folder in includes), *map(str, units)]
     command += [str(nanobind / "src/nb_combined.cpp"), f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target)]
-    subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True)
+    subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=True)
 
 
 def _mlx_folder() -> Path | None:

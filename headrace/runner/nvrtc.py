@@ -32,7 +32,7 @@ class Image:
 
 def loaded_library(maps: str | None = None) -> Path:
     """The NVRTC library that this process has loaded; ``maps``: text of ``/proc/self/maps``."""
-    text = _MAPS.read_text() if maps is None else maps
+    text = _MAPS.read_text(encoding="utf-8") if maps is None else maps
     found = re.search(r"^[^/\n]*(/.*/libnvrtc(?:\.alt)?\.so[.\d]*)$", text, re.MULTILINE)
     if found is None:
         raise NvrtcError("MLX has not loaded NVRTC")

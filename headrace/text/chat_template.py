@@ -111,6 +111,8 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         normal = normalise(messages, self._forms[name])
+        if continue_final_message:
+            _refuse_calls(normal[-1])
         if self._forms[name].plain_tools:
             normal, tools = as_text(normal, tools, takes_system=self._forms[name].system), None
         guards = _Guards(self._tokenizer, [normal, tools, variables])
@@ -192,6 +194,16 @@ class ChatTemplate:
             developer=re.search(r"""["']developer["']""", self._sources[name]) is not None,
             plain_tools="tool" not in self._sources[name],
             system=probe in render([{**user, "role": "system"}, {**user, "content": empty}]),
+        )
+
+
+def _refuse_calls(message: Message) -> None:
+    """Calls stand behind a message's text, so a prompt that ends with the text would lose them."""
+    if message.get("tool_calls"):
+        raise InvalidRequest(
+            "the last message has tool_calls, so it cannot be continued; send their results, or leave"
+            " continue_final_message out",
+            param="messages",
         )
 
 

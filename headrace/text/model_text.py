@@ -78,10 +78,12 @@ def _load_folder(folder: Path, override: str | None) -> ModelText:
         ({"default": override}, "--chat-template") if override is not None else _folder_templates(folder)
     )
     defaults = {name: generation.get(field) for name, (field, *_) in _DEFAULTS.items()}
+    end_token_ids = _end_tokens(tokenizer, declared)
+    _refuse_foreign_tokenizer(end_token_ids, text_config.get("vocab_size"))
     return ModelText(
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer, sources, origin),
-        end_token_ids=_end_tokens(tokenizer, declared),
+        end_token_ids=end_token_ids,
         sampling_defaults=_checked_defaults(defaults, "generation_config.json"),
         max_length=_max_length(text_config, read_optional(folder / "tokenizer_config.json")),
         model_type=_text(config.get("model_type")),
@@ -184,6 +186,15 @@ def _ids(value: object, file: str) -> Iterator[int]:
 def _end_tokens(tokenizer: Tokenizer, declared: list[int]) -> frozenset[int]:
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return frozenset(token_id for token_id in [*declared, *own] if 0 <= token_id < tokenizer.vocab_size)
+
+
+def _refuse_foreign_tokenizer(end_token_ids: frozenset[int], vocab_size: object) -> None:
+    """A model that can sample none of its end tokens was given another model's tokenizer."""
+    if isinstance(vocab_size, int) and end_token_ids and min(end_token_ids) >= vocab_size:
+        raise ModelFileError(
+            f"tokenizer.json: not this model's: its end tokens are {sorted(end_token_ids)}, config.json names"
+            f" {vocab_size} tokens (vocab_size)"
+        )
 
 
 def _checked_defaults(values: Mapping[str, object], file: str) -> dict[str, float | int]:

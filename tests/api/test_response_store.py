@@ -82,3 +82,13 @@ def test_a_named_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) ->
     (tmp_path / "text").write_text("not a database, but long enough to be read as one" * 20)
     with pytest.raises(StartupError, match="response-store-file"):
         ResponseStore(str(tmp_path / "text"), 4000).check()
+
+
+def test_what_cannot_be_written_to_can_be_read(store: ResponseStore) -> None:
+    """A full disk, say: what was stored is found, although when it was used cannot be noted."""
+    store.put(response("a"), [item("x")], None, "")
+    assert store._database is not None
+    store._database.execute("PRAGMA query_only = ON")
+    assert store.conversation("a", "") == [item("x"), *response("a")["output"]]
+    found = store.get("a", "")
+    assert found is not None and found.input == [item("x")]

@@ -158,3 +158,25 @@ def test_a_broken_store_costs_no_answer(
     answer = api.post(PATH, {"input": "<|s05|>", "max_output_tokens": 20}).json()
     assert answer["status"] == "completed"
     assert answer["store"] is False
+
+
+def test_a_store_that_cannot_be_used_is_said(
+    make_api: Callable[..., Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is given without its copy; whoever asks for a stored one hears why not, and no paths."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path / "file"))
+    api = make_api(response_store_mb=1)
+    answer = api.post(PATH, {"input": "<|s05|>", "max_output_tokens": 20})
+    assert answer.status_code == 200 and answer.json()["store"] is False
+    name = f"{PATH}/{answer.json()['id']}"
+    for refused in (
+        api.post(PATH, {"input": "x", "previous_response_id": answer.json()["id"]}),
+        api.send("GET", name),
+        api.send("GET", f"{name}/input_items"),
+        api.send("DELETE", name),
+        api.send("POST", f"{name}/cancel"),
+    ):
+        error = refused.json()["error"]
+        assert refused.status_code == 500 and error["code"] == "internal_error"
+        assert "stored responses cannot be used" in error["message"] and str(tmp_path) not in refused.text

@@ -134,3 +134,20 @@ def test_a_workload_is_sent_word_for_word_and_again_when_it_is_short(tmp_path: P
     sent = sorted((body["messages"][0]["content"], body["max_tokens"]) for body in bodies)  # type: ignore[index]
     assert sent == [("first", 50), ("first", 50), ("second", 3), ("second", 3)]
     assert composed.tokens is None and composed.exact is None
+
+
+def test_lines_end_where_json_says(tmp_path: Path) -> None:
+    """Other separators may stand in a string as they are; editors write marks and carriage returns."""
+    texts = ["a\u2028b", "c\u0085d", "e\u2029f\x7f"]
+    path = tmp_path / "w.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join(["\ufeff" + lines[0], *lines[1:], ""]).encode())
+    assert [entry.turns[0][0]["content"] for entry in read_workload(str(path))] == texts
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"prompt":' + "[" * 100_000])
+def test_nesting_without_end_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_text(content)
+    with pytest.raises(BenchFault, match=r"not (a )?JSON"):
+        read_workload(str(path))

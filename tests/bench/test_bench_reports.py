@@ -27,6 +27,7 @@ from headrace.bench.load import LoadResult
 from headrace.bench.observe import Failure, Sample
 from headrace.bench.prometheus import Scrape, bucket_percentile, parse
 from headrace.bench.report import cell_report, flat_cell, runs_of
+from headrace.bench.server import BenchFault
 from headrace.bench.stats import Objectives, summarize_runs
 from headrace.bench.svg import round_ticks
 from headrace.cli.bench_progress import Progress
@@ -51,7 +52,7 @@ def saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
 
 def test_sqlite_and_json_hold_everything(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     report, path = saved
-    database = tmp_path / "a.sqlite"
+    database = tmp_path / "a b#1?50%25.sqlite"  # a name, not a URL
     assert main(["bench-serve", "report", str(path), "--format", "sqlite", "--output", str(database)]) == 0
     assert read_report(str(database)) == report == read_report(str(path))
     with sqlite3.connect(database) as connection:
@@ -273,3 +274,15 @@ def test_more_connections_than_files_are_a_fault(capsys: pytest.CaptureFixture[s
     words = "bench-serve --url http://127.0.0.1:9 --model m --request-rate inf --num-requests 999999999"
     assert main(words.split()) == 2
     assert "open files" in capsys.readouterr().err
+
+
+def test_prometheus_lines_end_where_the_format_says() -> None:
+    series = parse('up{model="a\u2028b"} 1\r\nup{model="c"} 2\n')
+    assert series["up"] == [({"model": "a\u2028b"}, 1.0), ({"model": "c"}, 2.0)]
+
+
+def test_nesting_without_end_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(BenchFault, match="neither JSON"):
+        read_report(str(path))

@@ -165,9 +165,12 @@ def test_thinking_counts_as_output(bench: Bench) -> None:
         (0.0, HEADERS + b"\r\n" + delta("reasoning_content")), (0.05, delta("reasoning_content")),
         (0.05, delta("content", "stop")), (0.0, event(usage) + DONE),
     ]  # fmt: skip
-    figures = bench(lambda index: Script(pieces), "--num-requests", "1")["cells"][0]["figures"]
+    cell = bench(lambda index: Script(pieces), "--num-requests", "1")["cells"][0]
+    figures, (sample,) = cell["figures"], cell["samples"]
     assert (figures["output_tokens"], figures["reasoning_tokens"]) == (3, 2)
-    assert figures["ttft_s"]["mean"] < 0.05 <= figures["itl_s"]["mean"]
+    first, second, third = sample["text_times_s"]
+    assert figures["e2e_s"]["mean"] - figures["ttft_s"]["mean"] >= third - first - 1e-6  # from the first thought
+    assert figures["itl_s"]["mean"] == pytest.approx((third - first) / 2) and first < second < third
 
 
 # -- what is sent ----------------------------------------------------------------------------------------

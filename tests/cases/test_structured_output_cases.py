@@ -175,6 +175,19 @@ def test_bad_schemas_are_refused_while_a_stream_goes_on(scripted: Server) -> Non
     scripted.client.check_control()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nothing_satisfies_is_refused_before_a_stream_begins(scripted: Server, stream: bool) -> None:
+    for fields, param in (
+        (wanted({"$ref": "#"}), "response_format"),
+        ({"guided_regex": "[^\\x00-\\U0010ffff]"}, "guided_regex"),
+        ({"guided_grammar": "start: a\na: a"}, "guided_grammar"),
+    ):
+        answer = scripted.client.chat("<|s05|>", stream=stream, **fields)
+        assert answer.status == 400 and answer.error is not None, answer.body
+        assert answer.error["param"] == param and "no text satisfies it" in answer.message
+    scripted.client.check_control()
+
+
 def test_a_cut_answer_says_so(demo: Server) -> None:
     for answer in demo.client.both("Hi", max_tokens=8, **wanted(PERSON)):
         assert answer.finish_reason() == "length" and answer.text().startswith("{")

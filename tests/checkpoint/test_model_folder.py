@@ -13,6 +13,7 @@ import pytest
 from checkpoint_files import CONFIG, tiny_weights, write_checkpoint
 
 from headrace.checkpoint import families
+from headrace.checkpoint.gguf_file import read_gguf
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError
 
@@ -99,6 +100,15 @@ def test_paths_that_are_no_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody who may not read")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("pipe", "pipe.gguf"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ModelFileError, match=f"{name}: a model is a folder or a .gguf file"):
+            describe(tmp_path / name)
+        with pytest.raises(ModelFileError, match=f"{name}: not a GGUF file"):
+            read_gguf(tmp_path / name)
+
+
 def test_a_folder_without_permission(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     folder.chmod(0o700)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +110,24 @@ def test_standard_files_that_are_closed_or_full() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_any_locale_does(locale: dict[str, str], scripted_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """What the terminal has no character for is escaped; our own files are UTF-8 whatever it has."""
+    folder = tmp_path / "m\u00f6del \U0001f600"
+    folder.symlink_to(scripted_folder("plain"))
+    (tmp_path / "plain").symlink_to(folder)
+    environment = {**os.environ, "LC_ALL": "C", **locale}
+    name = str(folder) if "PYTHONUTF8" not in locale else str(tmp_path / "plain")
+    said = {}
+    for words in (["plan", name], ["model", "inspect", name], ["doctor"]):
+        command = [sys.executable, "-m", "headrace.cli.main", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+        assert done.stdout and done.stdout.isascii()
+        said[words[0]] = done.stdout
+    assert said["plan"].startswith(b"plain on " if "PYTHONUTF8" in locale else rb"m\xf6del \U0001f600 on ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -426,3 +427,49 @@ def test_faults_of_a_file_name_it(tmp_path: Path, content: str, says: str) -> No
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"\.yaml"):
         parse(["--config", write(tmp_path, "c.ini", "[a]")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("c.yaml", "max_num_seqs: 4\nmax-num-seqs: 5\n", "max_num_seqs and max-num-seqs are the same"),
+        ("c.json", '{"max-num-seqs": 4, "max_num_seqs": 4}', "max-num-seqs and max_num_seqs are the same"),
+        ("c.toml", "max_num_seqs = 4\nmax-num-seqs = 5\n", "max_num_seqs and max-num-seqs are the same"),
+        ("c.yaml", "port: 1\nhost: ::1\nport: 2\n", "port is there twice"),
+        ("c.json", '{"port": 1, "port": 1}', "port is there twice"),
+        ("c.toml", "port = 1\nport = 2\n", "Cannot overwrite"),
+        ("c.yaml", "default_chat_template_kwargs: {a: 1, a: 2}\n", "a is there twice"),
+        ("c.json", "[" * 100_000, "nested too deeply"),
+        ("c.yaml", "[" * 5_000, "nested too deeply"),
+    ],
+)
+def test_a_setting_given_twice_is_not_dropped(tmp_path: Path, name: str, content: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", write(tmp_path, name, content)])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_yaml_may_merge_mappings(tmp_path: Path) -> None:
+    file = write(tmp_path, "c.yaml", "default_chat_template_kwargs:\n  <<: {a: 1, b: 2}\n  a: 3\n")
+    assert config_of("--config", file).chat_template_kwargs == {"a": 3, "b": 2}
+
+
+def test_a_value_nested_without_end_is_one_line() -> None:
+    with pytest.raises(UsageError, match="must be a JSON object"):
+        parse(["--default-chat-template-kwargs", "[" * 100_000])
+
+
+def test_pipes_are_named_as_such(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for flag in ("--api-key-file", "--chat-template", "--config", "--ssl-certfile"):
+        with pytest.raises(UsageError, match=r"a regular file.*no pipe"):
+            parse([flag, str(pipe)])
+    with pytest.raises(UsageError, match="a file that exists"):
+        parse(["--api-key-file", str(tmp_path)])
+
+
+def test_hosts_as_urls_write_them() -> None:
+    assert config_of("--host", "[::1]").host == "::1" == config_of("--host", "::1").host
+    with pytest.raises(UsageError, match="not empty"):
+        parse(["--host", ""])

@@ -44,6 +44,20 @@ def test_verdicts(process: GrammarProcess) -> None:
     assert process.compile(GOOD).done()
 
 
+def test_what_nothing_satisfies_is_found_behind_anything(process: GrammarProcess) -> None:
+    """Thinking, or the head of a call, may come before it."""
+    alive, dead = {"json_schema": {"type": "integer"}}, {"json_schema": {"$ref": "#"}}
+    for start in ("start: @content", 'start: "thinking" @content', 'start: "a" @other | "b" @content'):
+        for part in (alive, dead):
+            parts = [{"name": "content", **part}, {"name": "other", **alive}]
+            verdict = process.compile(Grammar(json.dumps({"grammars": [{"lark_grammar": start}, *parts]})))
+            if part is alive:
+                assert verdict.result() is None
+            else:
+                with pytest.raises(GrammarError, match="no text satisfies it"):
+                    verdict.result()
+
+
 def test_a_crash_is_a_verdict(process: GrammarProcess) -> None:
     with pytest.raises(GrammarError, match="failed on it"):
         process.compile(CRASHES).result()

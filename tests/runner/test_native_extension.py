@@ -56,6 +56,23 @@ def test_a_fault_on_the_way_is_told_at_load(extension: Extension, monkeypatch: p
         load(extension)
 
 
+def test_a_build_is_in_the_log(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes long, and a start that says nothing looks like one that hangs."""
+    if (lack := native_extension.missing()) is not None:
+        pytest.skip(lack)
+    monkeypatch.setattr(
+        native_extension.subprocess, "run", lambda command, **options: Path(command[-1]).write_bytes(b"library")
+    )
+    with caplog.at_level("INFO", "headrace.runner"):
+        for _ in range(2):
+            native_extension._built(extension)
+    assert [record.getMessage() for record in caplog.records] == [
+        "building one.cpp, once on this machine: a minute or more"
+    ]
+
+
 def test_a_library_depends_on_its_sources_and_flags(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_extension, "_compile", lambda target, units, flags: target.write_bytes(b"library"))
     others = [extension, Extension("one", ("one.cpp",), ("-O1",))]

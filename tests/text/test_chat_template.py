@@ -331,3 +331,12 @@ def test_what_cannot_be_continued(template: ChatTemplate, scripted_text: Tokeniz
     with pytest.raises(InvalidRequest) as caught:
         continued(hides, "y")
     assert caught.value.param == "continue_final_message"
+
+
+def test_a_message_with_calls_is_not_continued_without_them(template: ChatTemplate) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for content in ("text", "", None):
+        last = {"role": "assistant", "content": content, "tool_calls": [call]}
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        assert "tool_calls" in refused(template, user("x"), last, **options).message
+        assert template.render([user("x"), {**last, "tool_calls": []}], **options).text.startswith("<|user|>x")

@@ -64,6 +64,16 @@ def test_end_tokens_of_a_nested_configuration(folder: Path) -> None:
     assert model.max_length == 77
 
 
+def test_another_models_tokenizer_is_refused(folder: Path) -> None:
+    """Whose end tokens the model cannot sample; one that merely knows a few tokens more is not."""
+    ends = sorted(model_text.load(folder).end_token_ids)
+    edit(folder / "config.json", vocab_size=ends[-1])
+    assert model_text.load(folder).end_token_ids == set(ends)
+    edit(folder / "config.json", vocab_size=ends[0])
+    with pytest.raises(ModelFileError, match=rf"tokenizer.json: .*{ends[0]}.* {ends[0]} tokens \(vocab_size\)"):
+        model_text.load(folder)
+
+
 # -- chat templates (B96) ------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import sqlite3
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,8 +25,10 @@ from headrace.api.responses.namespaces import namespaces
 from headrace.api.responses.render import ResponseRenderer
 from headrace.api.responses.schema import ResponseFields, chat_fields, count_unknown, refuse_unsupported
 from headrace.api.services import Services, services
-from headrace.errors import InvalidRequest, StartupError
+from headrace.errors import InternalFault, InvalidRequest, StartupError
 from headrace.gateway.pipeline import GenerationRequest
+
+T = TypeVar("T")
 
 log = logging.getLogger("headrace.api")
 
@@ -82,7 +85,7 @@ async def get_response(request: Request) -> Response:
     """A stored response."""
     if request.query_params.get("stream", "false").lower() == "true":
         raise InvalidRequest("stream is not supported for stored responses; leave it out", param="stream")
-    stored = await asyncio.to_thread(services(request).responses.get, _id(request), key_name(request))
+    stored = await _from_store(services(request).responses.get, _id(request), key_name(request))
     if stored is None:
         raise _not_found(request)
     return Response(stored.response, media_type="application/json")
@@ -90,7 +93,7 @@ async def get_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """Forget a stored response and its input."""
-    if not await asyncio.to_thread(services(request).responses.delete, _id(request), key_name(request)):
+    if not await _from_store(services(request).responses.delete, _id(request), key_name(request)):
         raise _not_found(request)
     return json_response({"id": _id(request), "object": "response", "deleted": True})
 
@@ -100,7 +103,7 @@ async def cancel_response(request: Request) -> Response:
     house = services(request)
     running = house.running_responses.find(_id(request), key_name(request))
     if running is None:
-        if await asyncio.to_thread(house.responses.get, _id(request), key_name(request)) is None:
+        if await _from_store(house.responses.get, _id(request), key_name(request)) is None:
             raise _not_found(request)
         raise InvalidRequest("this response is over; only a running one can be cancelled", param="response_id")
     house.pipeline.cancel(_id(request), key_name(request))
@@ -113,7 +116,7 @@ async def cancel_response(request: Request) -> Response:
 
 async def list_input_items(request: Request) -> Response:
     """The items that were a stored response's own input, in pages."""
-    stored = await asyncio.to_thread(services(request).responses.get, _id(request), key_name(request))
+    stored = await _from_store(services(request).responses.get, _id(request), key_name(request))
     if stored is None:
         raise _not_found(request)
     query = request.query_params
@@ -162,7 +165,7 @@ def _stores(house: Services, fields: ResponseFields) -> bool:
 async def _conversation(house: Services, previous: str | None, key: str) -> list[Item]:
     if previous is None:
         return []
-    found = await asyncio.to_thread(house.responses.conversation, previous, key)
+    found = await _from_store(house.responses.conversation, previous, key)
     if found is None:
         raise InvalidRequest(
             f"the response {shown(previous)}, or one before it, is not stored here; send the whole conversation",
@@ -170,6 +173,15 @@ async def _conversation(house: Services, previous: str | None, key: str) -> list
             code="previous_response_not_found",
         )
     return found
+
+
+async def _from_store(work: Callable[[str, str], T], response_id: str, key: str) -> T:
+    """``work`` of the store, in a thread. InternalFault in words where its file cannot be used."""
+    try:
+        return await asyncio.to_thread(work, response_id, key)
+    except (sqlite3.Error, OSError, StartupError) as error:
+        log.warning("stored responses cannot be used: %s", error, extra={"id": response_id[:64]})
+        raise InternalFault("the server's stored responses cannot be used; its log says why") from None
 
 
 async def _put(

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,10 @@ class ResponseStore:
             return None
         with self._transaction() as database:
             rows = database.execute(_CHAIN, {"id": response_id, "key": key}).fetchall()
-            if not rows or rows[0][1] is not None:
-                return None
-            now = time.time()
+        if not rows or rows[0][1] is not None:
+            return None
+        now = time.time()
+        with suppress(sqlite3.Error), self._transaction() as database:  # a full disk can still be read
             database.executemany("UPDATE responses SET used_at = ? WHERE id = ?", [(now, row[0]) for row in rows])
         items: list[dict[str, Any]] = []
         for _, _, response, given in rows:

@@ -21,12 +21,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.rope_utils import Llama3RoPE
 
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.device_arrays import on_device
 from headrace.runner.layer_view import KVHandle, LayerView
-from headrace.runner.mlx_lm_adapter import bound_attention
+from headrace.runner.mlx_lm_adapter import Llama3RoPE, bound_attention
 from headrace.runner.small_rows import Dense, Norm, Product, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
 from headrace.runner.substitutions.packed_linear import PackedLinear

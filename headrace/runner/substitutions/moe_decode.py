@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 from headrace.errors import one_line
 from headrace.runner import small_rows_source
 from headrace.runner.kernel_language import cuda_kernel
+from headrace.runner.mlx_lm_adapter import SwiGLU, SwitchGLU, SwitchLinear
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights, wide
 from headrace.runner.small_rows import (

@@ -15,9 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from headrace.errors import one_line
+from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwitchLinear
 from headrace.runner.packed_weights import PackedWeights, wide
 from headrace.runner.small_rows import (
     LEAST_UNPACKED,

@@ -21,6 +21,7 @@ from headrace.errors import GrammarError
 from headrace.params import Grammar
 from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
+from headrace.text.grammars.compose import parts_of
 
 MEMORY_BYTES = 4 * 2**30
 # After so long a signal ends the process, which needs no help of the interpreter. By then the one who waits for a
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
     try:
         compiler.compile(grammar).result()
+        for part in parts_of(grammar):
+            compiler.compile(part).result()
     except GrammarError as error:
         return str(error)
     return None

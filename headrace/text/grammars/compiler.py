@@ -110,13 +110,15 @@ def _matcher(vocabulary: llguidance.LLTokenizer, grammar: Grammar) -> llguidance
         matcher = llguidance.LLMatcher(
             vocabulary, grammar.text, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False)
         )
-        if not matcher.is_error():
+        error = matcher.get_error()
+        if not error:
             began = time.thread_time()
-            matcher.deep_copy().compute_bitmask()
+            first = matcher.deep_copy()
+            first.compute_bitmask()
             spent = time.thread_time() - began
             if spent > MAX_FIRST_MASK_S:
                 raise GrammarError(f"it is too complex: finding the first token takes {spent:.1f} s")
-        error = matcher.get_error()
+            error = first.get_error()
     except GrammarError:
         raise
     except BaseException as fault:  # a panic inside the library is no subclass of Exception
@@ -128,7 +130,9 @@ def _matcher(vocabulary: llguidance.LLTokenizer, grammar: Grammar) -> llguidance
 
 def one_line(reason: str) -> str:
     """A library's message, without its listings and line breaks."""
-    words = " ".join(reason.split("<state>")[0].split())
+    words = " ".join(reason.split("<state>")[0].replace("<non-verbose/>", "").split())
+    if words == "NoExtensionBias":
+        words = "no text satisfies it"
     return words if len(words) <= _MAX_REASON_CHARS else words[: _MAX_REASON_CHARS - 1] + "…"
 
 

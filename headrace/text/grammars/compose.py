@@ -26,6 +26,12 @@ _GAP = "GAP: /\\n{0,4}/"
 _HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
 
 
+def parts_of(grammar: Grammar) -> list[Grammar]:
+    """The grammars that an answer's refers to. One that nothing satisfies shows it at its own first token."""
+    _, *parts = json.loads(grammar.text)["grammars"]
+    return [Grammar(json.dumps({"grammars": [part]}, ensure_ascii=False)) for part in parts]
+
+
 class AnswerGrammar:
     """Builds grammars for one model.
 

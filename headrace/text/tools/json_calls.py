@@ -150,13 +150,18 @@ def _rest_of_object(cursor: Cursor, calls: Calls) -> Step[None]:
 
 
 def call_objects(cursor: Cursor, calls: Calls, closers: Sequence[str], only_declared: bool = False) -> Step[bool]:
-    """Read one object, or a list of them, or several separated by white space, ``,`` or ``;``."""
+    """Read one object, or a list of them, or several separated by white space, ``,`` or ``;``.
+
+    A list without any is read, and stays text.
+    """
+    before = calls.count
     yield from cursor.skip(WHITE_SPACE)
     in_list = bool((yield from cursor.literal("[")))
     while True:
         yield from cursor.skip(WHITE_SPACE)
         if in_list and (yield from cursor.literal("]")):
-            calls.settle()
+            if calls.count > before:
+                calls.settle()
             return True
         if not (yield from call_object(cursor, calls, closers, only_declared)):
             return False

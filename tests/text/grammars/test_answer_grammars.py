@@ -231,6 +231,9 @@ def chain(count: int, link: Callable[[str], dict]) -> dict:
         {"$ref": "https://example.com/schema"},
         {"type": "string", "minLength": 5, "maxLength": 2},
         {"not": {}},
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         chain(20_000, lambda reference: {"type": "object", "properties": {"x": {"$ref": reference}}}),
         chain(20_000, lambda reference: {"allOf": [{"$ref": reference}]}),
     ],
@@ -245,7 +248,9 @@ def test_a_schema_that_cannot_be_kept_to_is_an_error_of_one_line(
     assert 3 < len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("lark", ["start: " + "(" * 20_000, "start: nothing", "hello", "start: <|nope|>"])
+@pytest.mark.parametrize(
+    "lark", ["start: " + "(" * 20_000, "start: nothing", "hello", "start: <|nope|>", "start: a\na: a"]
+)
 def test_broken_grammars(lark: str, text: ModelText, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError):
         compiler.compile(AnswerGrammar(text.tokenizer, None, None).build(content.grammar(lark))).result(60)

@@ -126,6 +126,18 @@ def test_any_mixture_of_fragments(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "[ ]", "[\n]", "[]\n", "[] wordy", "x []", "{}", "[{}]", "[1]", "[[]]", "[,]", "[ ", "null", '""'],
+)
+def test_json_that_is_no_call_is_content(name: str, text: str) -> None:
+    """The answer of a model that was asked for a list, and found nothing to list."""
+    for pieces in ([text], list(text)):
+        answer = folded(events_of(name, pieces))
+        assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_damaged_samples(name: str, data: st.DataObject) -> None:
