@@ -30,15 +30,18 @@ from headrace.errors import ModelFileError, StartupError
 from headrace.runner import gguf_loader, mlx_lm_adapter, packed_weights
 from headrace.runner.narrow_weights import NarrowProducts, takes_dtype, takes_packing
 from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of
-from headrace.runner.substitutions import packed_linear
-from headrace.runner.substitutions.narrow_linear import KINDS, calls_only, substitute_narrow
+from headrace.runner.substitutions import narrow_experts, packed_linear
+from headrace.runner.substitutions.modules import calls_only
+from headrace.runner.substitutions.narrow_experts import substitute_narrow_experts
+from headrace.runner.substitutions.narrow_linear import KINDS, substitute_narrow
+from headrace.runner.substitutions.weighted_experts import substitute_weighted_experts
 from headrace.runner.weight_check import check_weights
 from headrace.runner.weight_piece import Piece, piece_of
 
 Device = Literal["cpu", "cuda", "metal"]
 Progress = Callable[[float], None]
-# Kinds of weights that stay narrow on a CPU.
-Narrow = tuple[Literal["packed", "plain"], ...]
+# Kinds of weights that stay narrow on a CPU; "experts": those of experts, too.
+Narrow = tuple[Literal["packed", "plain", "experts"], ...]
 
 HALF = (mx.float16, mx.bfloat16)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -144,6 +147,8 @@ def load_model(
     packed_linear.hold_packed(model, plan.taken, plan.beside)
     if plan.form.narrow and products is not None:
         substitute_narrow(model, products)
+        substitute_narrow_experts(model, products)
+        substitute_weighted_experts(model)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     computed = "float32" if plan.form.narrow else _activation_dtype(model)
     notes = (*files.warnings, _describe_form(files, plan, computed, held))
@@ -169,8 +174,10 @@ def outline_model(
     make_plan = _folder_planner(files, model) if files.kind == "folder" else _gguf_planner(files, model)
     has_packed = files.quantization is not None
     kernels = device == "cuda" and has_packed
-    if (narrow or kernels) and not calls_only(_settled(files)):
+    if (narrow or kernels) and not calls_only(_settled(files), KINDS):
         narrow, kernels = (), False
+    if "experts" in narrow and not calls_only(_settled(files), narrow_experts.KINDS):
+        narrow = tuple(kind for kind in narrow if kind != "experts")
     wishes = DTYPES.get(dtype), keep_quantized, has_packed
     forms = candidate_forms(device, *wishes, narrow, kernels=kernels)
     plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
@@ -207,8 +214,8 @@ def candidate_forms(
     }[device]
     forms: list[Form] = []
     if device == "cpu" and dtype is None and not (has_packed and keep is False):
-        kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind == "plain")
-        if kinds:
+        kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind != "packed")
+        if "packed" in kinds or "plain" in kinds:
             forms.append(Form("packed" in kinds, mx.float32, kinds))
     if kernels and has_packed and (dtype is None or dtype in HALF) and keep is not False:
         return [Form(True, dtype, kernels=held) for held in KERNEL_FORMS if keep is None or held == "packed"]
@@ -252,10 +259,10 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
         renamed = mlx_lm_adapter.repack_awq(renamed, files.config["quantization_config"])
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
-    matrices = matrices_of(model)
     kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
+        matrices = matrices_of(model, form.narrow)
         kept = packings if form.packed else {}
         taken = {}
         if form.kernels is not None:
@@ -295,9 +302,10 @@ def _beside(form: Form, model: nn.Module, taken: Collection[str]) -> dict[str, i
     return {path: 2 * plain[path] for path in taken if path in plain}
 
 
-def matrices_of(model: nn.Module) -> set[str]:
-    """Paths of the layers that can stay narrow."""
-    return {path for path, module in model.named_modules() if type(module) in KINDS}
+def matrices_of(model: nn.Module, narrow: Narrow) -> set[str]:
+    """Paths of the layers that can stay narrow, where these kinds may."""
+    kinds = KINDS + (narrow_experts.KINDS if "experts" in narrow else ())
+    return {path for path, module in model.named_modules() if type(module) in kinds}
 
 
 def narrowable(packing: Packing) -> Packing:
@@ -336,7 +344,7 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
     gguf_loader.settle(files, model)
-    matrices = matrices_of(model)
+    matrices = matrices_of(model, ())
     kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
