@@ -96,7 +96,8 @@ class Plan:
     """A form worked out: the modules that stay packed, and every parameter as a piece.
 
     ``taken``: those of the packed modules that are held for our kernels. ``beside``: bytes of the plain weights
-    that they get beside their packed ones, by path.
+    that they get beside their packed ones, by path. ``wide_experts``: whether there are experts whose weights do
+    not stay narrow where others do.
     """
 
     form: Form
@@ -104,6 +105,7 @@ class Plan:
     pieces: list[Piece]
     taken: frozenset[str] = frozenset()
     beside: dict[str, int] = field(default_factory=dict)
+    wide_experts: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -260,6 +262,7 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
     kernels = packed_linear.kinds_of(model)
+    experts = matrices_of(model, ("experts",)) - matrices_of(model, ())
 
     def plan(form: Form) -> Plan:
         matrices = matrices_of(model, form.narrow)
@@ -283,7 +286,8 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
                 for name, array in held.items()
             }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken))
+        wide = bool(form.narrow) and any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
+        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), wide)
 
     return plan
 
@@ -429,7 +433,8 @@ def narrow_text(plan: Plan) -> str:
     """What stays narrow, for people."""
     bits = {packing.bits for packing in plan.packings.values()}
     bits |= {16} if "plain" in plan.form.narrow and not plan.packings else set()
-    return f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
+    text = f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
+    return f"{text}, experts in float32" if plan.wide_experts else text
 
 
 def _gib(nbytes: int) -> str:
