@@ -8,6 +8,8 @@ and the unmodified module with the same weights in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -45,17 +47,24 @@ def check(products: NarrowProducts) -> str:
     for bits in (16, 4):
         inner = 64 if bits == 4 else hidden
         stacks, weights = zip(
-            *(_sample(source, experts, *shape, bits) for shape in ((inner, width), (inner, width), (width, inner))),
+            *(
+                _sample(source, experts, *shape, bits)
+                for shape in ((inner, width), (inner, width), (width, inner))
+            ),
             strict=True,
         )
-        biases = tuple(source.standard_normal((experts, size)).astype(np.float32) for size in (inner, inner, width))
+        biases = tuple(
+            source.standard_normal((experts, size)).astype(np.float32) for size in (inner, inner, width)
+        )
         for activation in ACTIVATIONS:
             for biased in (None, biases):
                 expected = reference(x, chosen, weights, activation, biased)
                 given = _given(stacks, biased)
                 fault = _fault(products, (x, chosen, shares), given, activation, expected)
                 if fault:
-                    return f"experts of {bits} bits, {activation.name}{'' if biased is None else ', biases'}: {fault}"
+                    return (
+                        f"experts of {bits} bits, {activation.name}{'' if biased is None else ', biases'}: {fault}"
+                    )
     return ""
 
 
@@ -142,8 +151,8 @@ def rates(products: NarrowProducts, numbers: tuple[int, ...]) -> tuple[float, ..
         x = mx.random.normal((rows, width), key=mx.random.key(2))
         chosen = mx.argsort(mx.random.normal((rows, experts), key=mx.random.key(3)), axis=-1)[:, :choices]
         mx.eval(x, chosen)
-        runs = [lambda x=x, chosen=chosen: module(x, chosen)]
-        runs += [lambda x=x, chosen=chosen, f=form: products.mixture(x, chosen, *f, SILU) for form in forms]
+        runs: list[Callable[[], mx.array]] = [partial(module, x, chosen)]
+        runs += [partial(products.mixture, x, chosen, gate_up, down, SILU) for gate_up, down in forms]
         best = [float("inf")] * len(runs)
         for _ in range(_ROUNDS):  # in turns: other processes may take the cores for a while
             best = [min(so_far, best_seconds(run, 1, 1)) for so_far, run in zip(best, runs, strict=True)]

@@ -29,7 +29,7 @@ from headrace.checkpoint.model_folder import ModelFiles
 from headrace.errors import ModelFileError, StartupError
 from headrace.runner import gguf_loader, mlx_lm_adapter, packed_weights
 from headrace.runner.narrow_weights import NarrowProducts, takes_dtype, takes_packing
-from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of
+from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of, with_eight_bits
 from headrace.runner.substitutions import narrow_experts, packed_linear
 from headrace.runner.substitutions.modules import calls_only
 from headrace.runner.substitutions.narrow_experts import substitute_narrow_experts
@@ -266,7 +266,10 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
 
     def plan(form: Form) -> Plan:
         matrices = matrices_of(model, form.narrow)
-        kept = packings if form.packed else {}
+        given, packed = renamed, packings
+        if "packed" in form.narrow:
+            given, packed = with_eight_bits(renamed, packings, matrices)
+        kept = packed if form.packed else {}
         taken = {}
         if form.kernels is not None:
             scales = {path: form.dtype or renamed[f"{path}.scales"].dtype for path in packings}
@@ -275,7 +278,7 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
             kept = taken
         if form.narrow:
             kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
-        held = dequantized(renamed, {path: packings[path] for path in packings.keys() - kept.keys()}, form.dtype)
+        held = dequantized(given, {path: packed[path] for path in packed.keys() - kept.keys()}, form.dtype)
         stay = {f"{path}.{part}" for path in kept for part in parts_of(held, path)} if form.narrow else set()
         if "plain" in form.narrow:
             names = (f"{path}.weight" for path in matrices)

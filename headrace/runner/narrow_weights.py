@@ -260,7 +260,10 @@ class NarrowProducts:
 
         Args:
             x: ``[..., inputs]``.
+            chosen: of each row.
             gate_up: from ``interleaved_stacks``.
+            down: back to ``inputs``.
+            activation: between them.
             shares: ``[..., choices]`` that results are weighted with and added up by; None: they are not.
             biases: from ``interleaved_biases``, and float32 ``[experts, inputs]`` of down.
 

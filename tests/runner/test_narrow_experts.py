@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from headrace.runner.narrow_weights import (
     stack_packed,
     stack_plain,
 )
+from headrace.runner.packing import Packing, with_eight_bits
 from headrace.runner.substitutions.modules import calls_only
 from headrace.runner.substitutions.narrow_experts import (
     KINDS,
@@ -127,7 +129,9 @@ def test_activations_and_biases(products: NarrowProducts, activation: Activation
         assert close(products.mixture(x, chosen, gate_up, down, activation, biases=both), expected, 2e-5)
 
 
-@pytest.mark.parametrize(("bits", "group", "scale"), [(16, 1, "bfloat16"), (4, 32, "float16"), (8, 64, "bfloat16")])
+@pytest.mark.parametrize(
+    ("bits", "group", "scale"), [(16, 1, "bfloat16"), (4, 32, "float16"), (8, 64, "bfloat16")]
+)
 def test_a_row_is_the_same_in_any_company(products: NarrowProducts, bits: int, group: int, scale: str) -> None:
     gate_up, down, _ = experts_of(bits, group, scale)
     x, chosen, shares = rows_of(700, 6, 3)
@@ -180,6 +184,38 @@ def test_shapes_of_a_batch_and_no_rows(products: NarrowProducts) -> None:
     assert shaped.shape == (2, 3, 4, 128)
     assert mx.array_equal(shaped.reshape(24, 128), flat).item()
     assert products.mixture(x[:0], chosen[:0], gate_up, down, SILU).shape == (0, 2, 128)
+
+
+THREADED = """
+import sys
+from headrace.runner import blas
+blas.prepare()
+import mlx.core as mx
+from headrace.runner import cpu_products
+from headrace.runner.cpu_experts import ACTIVATIONS
+from headrace.runner.narrow_weights import NarrowForm, NarrowProducts, NarrowStack
+given = mx.load(sys.argv[1])
+products = NarrowProducts(cpu_products._load())
+gate_up = NarrowStack(NarrowForm(4, 32, "float16", 128, 128), given["gate_up"])
+down = NarrowStack(NarrowForm(4, 32, "float16", 64, 128), given["down"])
+for _ in range(20):
+    y = products.mixture(given["x"], given["chosen"], gate_up, down, ACTIVATIONS[0], shares=given["shares"])
+    assert mx.array_equal(y, given["y"]).item()
+print(products.threads)
+"""
+
+
+@pytest.mark.slow
+def test_threads_change_no_bit(tmp_path: Path, products: NarrowProducts) -> None:
+    gate_up, down, _ = experts_of(4, 32, "float16")
+    for rows in (1, 8, 900):
+        x, chosen, shares = rows_of(rows, 6, 2)
+        y = products.mixture(x, chosen, gate_up, down, SILU, shares=shares)
+        names = {"x": x, "chosen": chosen, "shares": shares, "y": y, "gate_up": gate_up.strips, "down": down.strips}
+        mx.save_safetensors(str(tmp_path / f"{rows}.safetensors"), names)
+        command = [sys.executable, "-c", THREADED, str(tmp_path / f"{rows}.safetensors")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
 
 
 def test_wrong_arguments_are_refused(products: NarrowProducts) -> None:
@@ -282,17 +318,30 @@ def test_a_mixture_that_is_wrong_is_not_used(products: NarrowProducts) -> None:
 # -- models ----------------------------------------------------------------------------------------------
 
 
-def folder_of(path: Path, name: str, bits: int) -> Path:
+@pytest.mark.parametrize(("bits", "mode"), [(4, "mxfp4"), (6, "affine"), (5, "affine")])
+def test_eight_bits_have_every_value_of_fewer(bits: int, mode: str) -> None:
+    values = mx.random.normal((3, 8, 64), key=mx.random.key(1)) * mx.array([1e-6, 1.0, 1e6])[:, None, None]
+    words, scales, *biases = mx.quantize(values, 32, bits, mode)
+    given = {"m.weight": words, "m.scales": scales, **({"m.biases": biases[0]} if biases else {})}
+    repacked, packings = with_eight_bits(given, {"m": Packing(bits, 32, mode), "n": Packing(4, 32)}, ["m"])
+    assert packings == {"m": Packing(8, 32), "n": Packing(4, 32)}
+    wide = [repacked[f"m.{part}"].astype(mx.float32) for part in ("scales", "biases")]
+    got = mx.dequantize(repacked["m.weight"], *wide, 32, 8)
+    expected = mx.dequantize(words, scales, biases[0] if biases else None, 32, bits, mode, dtype=mx.float32)
+    assert mx.allclose(got, expected, rtol=1e-6, atol=0).item()
+
+
+def folder_of(path: Path, name: str, bits: int, mode: str = "affine") -> Path:
     """A checkpoint of a tiny model with 16 bits, or packed with fewer."""
     model = tiny_model(name)
     model.set_dtype(mx.bfloat16)
     if bits < 16:
-        nn.quantize(model, 32, bits)
+        nn.quantize(model, 32, bits, mode=mode)
     path.mkdir()
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
     config = {"model_type": name, **CONFIGS[name]}
     if bits < 16:
-        config["quantization"] = {"bits": bits, "group_size": 32}
+        config["quantization"] = {"bits": bits, "group_size": 32, "mode": mode}
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text("{}")
     return path
@@ -321,6 +370,21 @@ def test_models_give_the_same_logits(tmp_path: Path, products: NarrowProducts, n
     assert got.dtype == mx.float32
     spread = mx.max(expected) - mx.min(expected)
     assert (mx.max(mx.abs(got - expected)) / spread).item() < 2e-3
+
+
+@pytest.mark.parametrize(("bits", "mode"), [(4, "mxfp4"), (6, "affine"), (5, "affine")])
+def test_other_packings_are_held_with_eight_bits(
+    tmp_path: Path, products: NarrowProducts, bits: int, mode: str
+) -> None:
+    """As the checkpoints of gpt-oss are packed, and many of 6 bits; no value changes."""
+    narrow, wide = both(folder_of(tmp_path / "m", "gpt_oss", bits, mode), products)
+    assert count_of(narrow.model, WeightedExperts) == 2
+    assert "held as 8 bits, computed" in narrow.notes[-1]
+    assert narrow.weights_bytes < 0.5 * wide.weights_bytes
+    tokens = mx.array([[5, 9, 2, 88, 17, 3, 101, 64]])
+    got, expected = narrow.model(tokens), wide.model(tokens)
+    spread = mx.max(expected) - mx.min(expected)
+    assert (mx.max(mx.abs(got - expected)) / spread).item() < 1e-3
 
 
 @pytest.mark.parametrize("bits", [4, 16])

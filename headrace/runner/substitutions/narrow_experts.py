@@ -55,7 +55,9 @@ class NarrowSwitchLinear(nn.Module):  # type: ignore[misc]
         """``x [..., M, inputs]``, its first axes broadcast with those of ``indices``: ``[..., M, outputs]``."""
         *batch, rows, inputs = x.shape
         if rows == 1 and batch == [*indices.shape[:-1], 1]:
-            y = self._products.expert_products(x.reshape(*batch[:-1], inputs), indices, self.stack, self.get("bias"))
+            y = self._products.expert_products(
+                x.reshape(*batch[:-1], inputs), indices, self.stack, self.get("bias")
+            )
             return mx.expand_dims(y, -2)
         shape = mx.broadcast_shapes(tuple(batch), indices.shape)
         x = mx.broadcast_to(x, (*shape, rows, inputs))

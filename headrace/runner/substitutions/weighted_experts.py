@@ -1,8 +1,8 @@
 """Module substitution, CPU: blocks of experts whose results are weighted and added up where they are computed.
 
-A block is a router, a ``SwitchGLU`` (``narrow_experts.py``) and perhaps experts that see every row; mlx-lm's own keeps
-a result of the hidden width for every choice of every row, multiplies and adds, on one thread. How a router's
-logits become choices and shares is not read from a block's code: of the ways below the first one that gives what
+A block is a router, a ``SwitchGLU`` (``narrow_experts.py``) and perhaps experts that see every row; mlx-lm's own
+keeps a result of the hidden width for every choice of every row, multiplies and adds, on one thread. How logits of
+a router become choices and shares is not read from a block's code: of the ways below the first one that gives what
 the block gives is taken, else the block stays as it is.
 """
 
