@@ -17,6 +17,7 @@ Forms, best first, unless the caller says (facts measured per device):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -47,6 +48,8 @@ HALF = (mx.float16, mx.bfloat16)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # A form larger than the files is chosen when the weights then take at most this share of the budget.
 EXPANSION_SHARE = 0.7
+# Plans whose bytes differ by less are alike.
+ALIKE = 1.01
 # Bytes evaluated at a time: what loading needs beyond the weights themselves, about.
 CHUNK_BYTES = 256 * 1024 * 1024
 # How weights are held for our kernels, best first.
@@ -230,7 +233,10 @@ def candidate_forms(
 
 
 def choose_plan(plans: Iterable[Plan], budget: int | None) -> Plan:
-    """The first plan that leaves room for the KV cache, else the smallest; StartupError when none fits at all."""
+    """The first plan that leaves room for the KV cache, else the smallest; StartupError when none fits at all.
+
+    A few norms more in float32 do not make a plan larger than another one.
+    """
     worked_out: list[Plan] = []
     for plan in plans:
         if budget is None or plan.nbytes <= budget * EXPANSION_SHARE:
@@ -242,7 +248,8 @@ def choose_plan(plans: Iterable[Plan], budget: int | None) -> Plan:
             f"the weights take {_gib(smallest.nbytes)}, the memory plan has {_gib(budget)} for them: "
             "use a smaller or quantized model, or raise --gpu-memory-utilization"
         )
-    return smallest
+    most = min(smallest.nbytes * ALIKE, math.inf if budget is None else budget)
+    return next(plan for plan in worked_out if plan.nbytes <= most)
 
 
 # -- from folders --------------------------------------------------------------------------------------

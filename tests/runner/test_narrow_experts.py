@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tiny_models import CONFIGS, tiny_model
 
 from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
+from headrace.core.machine import cpu_features
 from headrace.core.memory_plan import DeviceMemory
 from headrace.errors import StartupError
 from headrace.runner import cpu_experts, cpu_products, native_extension
@@ -211,7 +213,14 @@ def test_threads_change_no_bit(tmp_path: Path, products: NarrowProducts) -> None
     for rows in (1, 8, 900):
         x, chosen, shares = rows_of(rows, 6, 2)
         y = products.mixture(x, chosen, gate_up, down, SILU, shares=shares)
-        names = {"x": x, "chosen": chosen, "shares": shares, "y": y, "gate_up": gate_up.strips, "down": down.strips}
+        names = {
+            "x": x,
+            "chosen": chosen,
+            "shares": shares,
+            "y": y,
+            "gate_up": gate_up.strips,
+            "down": down.strips,
+        }
         mx.save_safetensors(str(tmp_path / f"{rows}.safetensors"), names)
         command = [sys.executable, "-c", THREADED, str(tmp_path / f"{rows}.safetensors")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -290,19 +299,23 @@ class Odd(SwiGLU):
 
 
 @pytest.mark.parametrize("activation", [Odd(), SwiGLU()])
-def test_other_activations_stay_the_modules_own(products: NarrowProducts, activation: nn.Module) -> None:
+def test_other_activations_stay_the_modules_own(
+    products: NarrowProducts, caplog: pytest.LogCaptureFixture, activation: nn.Module
+) -> None:
     wide, narrow = (SwitchGLU(64, 32, 4, activation=activation) for _ in range(2))
     narrow.set_dtype(mx.bfloat16)
     wide.load_weights([(name, value.astype(mx.float32)) for name, value in tree_flatten(narrow.parameters())])
     model = nn.Module()
     model.switch_mlp = narrow
+    caplog.set_level("INFO")
     substitute_narrow_experts(model, products)
+    assert ("its activation Odd" in caplog.text) == isinstance(activation, Odd)
     assert type(model.switch_mlp) is (SwitchGLU if isinstance(activation, Odd) else NarrowSwitchGLU)
     x, chosen, _ = rows_of(70, 4, 2, width=64)  # enough pairs for the module to sort them
     assert close(model.switch_mlp(x, chosen), np.array(wide(x, chosen)), 1e-5)
 
 
-def test_a_mixture_that_is_wrong_is_not_used(products: NarrowProducts) -> None:
+def test_a_mixture_that_is_wrong_is_not_used(products: NarrowProducts, caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(NarrowProducts):
         def mixture(self, *arguments: Any, **further: Any) -> mx.array:
             return 1.1 * super().mixture(*arguments, **further)
@@ -310,7 +323,9 @@ def test_a_mixture_that_is_wrong_is_not_used(products: NarrowProducts) -> None:
     model = nn.Module()
     model.switch_mlp = SwitchGLU(64, 32, 4)
     model.set_dtype(mx.bfloat16)
+    caplog.set_level("INFO")
     substitute_narrow_experts(model, Wrong(products._module))
+    assert "the mixture as one operation differs" in caplog.text
     assert type(model.switch_mlp) is SwitchGLU
     assert type(model.switch_mlp.up_proj) is NarrowSwitchLinear
 
@@ -462,6 +477,27 @@ def test_models_that_look_at_experts_weights_are_told_apart() -> None:
             return self.experts.weight[tokens]
 
     assert not calls_only(Looks(), KINDS)
+
+
+OTHER = """
+import sys
+import mlx.core
+from headrace.runner import cpu_experts, cpu_products, native_extension
+from headrace.runner.narrow_weights import NarrowProducts
+module = native_extension.load(cpu_products.extension((f"-march={sys.argv[1]}",)))
+assert not cpu_experts.check(NarrowProducts(module))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="forms for x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_forms_for_other_processors(products: NarrowProducts, processor: str) -> None:
+    """In a process of their own: a module of one name can be loaded once."""
+    if processor == "haswell" and "avx2" not in cpu_features().split():
+        pytest.skip("this processor has no AVX2")
+    done = subprocess.run([sys.executable, "-c", OTHER, processor], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 # -- the choice --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ own, between products.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,8 @@ from headrace.runner.narrow_weights import (
     takes_packing,
 )
 from headrace.runner.substitutions.modules import agree, each_module, put
+
+log = logging.getLogger("headrace.runner")
 
 KINDS = (SwitchLinear,)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -128,11 +131,19 @@ def substitute_narrow_experts(model: nn.Module, products: NarrowProducts) -> int
             checked.add(form)
         put(model, path, made)
         count += 1
+    told: set[str] = set()
     for path, module in each_module(model):
+        if type(module) is not SwitchGLU or any(
+            type(module[name]) is not NarrowSwitchLinear for name in _PROJECTIONS
+        ):
+            continue
         fused = _fused(module, products)
-        if fused is not None:
+        if isinstance(fused, NarrowSwitchGLU):
             mx.eval(fused.parameters())
             put(model, path, fused)
+        elif fused not in told:
+            told.add(fused)
+            log.info("products of %s and experts like it stay apart: %s", path, fused)
     return count
 
 
@@ -175,18 +186,20 @@ def _activation(module: nn.Module) -> Activation | None:
     return Activation("gelu") if type(module).__name__ == "GeGLU" else None
 
 
-def _fused(module: Any, products: NarrowProducts) -> NarrowSwitchGLU | None:
-    """The ``SwitchGLU`` as one operation, where that is what it computes."""
-    if type(module) is not SwitchGLU or not all(type(module[name]) is NarrowSwitchLinear for name in _PROJECTIONS):
-        return None
+def _fused(module: Any, products: NarrowProducts) -> NarrowSwitchGLU | str:
+    """The ``SwitchGLU`` as one operation, or why that is not what it computes."""
     gate, up, down = (module[name] for name in _PROJECTIONS)
     activation = _activation(module.activation)
+    if activation is None:
+        return f"its activation {type(module.activation).__name__} is computed by MLX"
     biases = sum("bias" in layer for layer in (gate, up, down))
     sizes = down.stack.form.outputs == gate.stack.form.inputs
-    if activation is None or gate.stack.form != up.stack.form or biases not in (0, 3) or not sizes:
-        return None
+    if gate.stack.form != up.stack.form or biases not in (0, 3) or not sizes:
+        return "gate, up and down do not fit together"
     made = NarrowSwitchGLU(gate, up, down, activation, products)
     x = 4 * mx.random.normal((3, gate.stack.form.inputs), key=mx.random.key(0))
     experts = len(gate.strips)
     indices = mx.array([[0, experts - 1], [experts // 2, 0], [experts - 1, experts // 2]])
-    return made if agree(module(x, indices), made(x, indices), _TOLERANCE) else None
+    if not agree(module(x, indices), made(x, indices), _TOLERANCE):
+        return "the mixture as one operation differs"
+    return made
