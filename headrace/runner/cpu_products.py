@@ -26,14 +26,14 @@ import numpy.typing as npt
 from headrace.core.machine import cpu_features, cpu_model
 from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder
-from headrace.runner import native_extension
+from headrace.runner import cpu_experts, native_extension
 from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts, narrow_packed, narrow_plain
 from headrace.runner.native_extension import Extension
 from headrace.runner.timing import best_seconds
 
 Doubles = npt.NDArray[Any]
 
-SOURCES = ("cpu_products.cpp", "cpu_products.h", "cpu_lanes.h")
+SOURCES = ("cpu_products.cpp", "cpu_products.h", "cpu_experts.h", "cpu_lanes.h")
 _MODULE = "headrace_cpu_products"
 _ROWS = (1, 16, 256)
 _OUTPUTS, _INPUTS = 2048, 1024
@@ -52,6 +52,7 @@ class NarrowChoice:
         products: the operations; None where nothing may.
         packed: whether affine weights stay packed.
         plain: whether 16-bit weights stay so.
+        experts: whether those of experts stay as they are, too.
         note: why not, or how much faster; one line.
     """
 
@@ -59,15 +60,18 @@ class NarrowChoice:
     packed: bool
     plain: bool
     note: str
+    experts: bool = False
 
     @property
-    def kinds(self) -> tuple[Literal["packed", "plain"], ...]:
+    def kinds(self) -> tuple[Literal["packed", "plain", "experts"], ...]:
         """As the loader takes them."""
-        found: list[Literal["packed", "plain"]] = []
+        found: list[Literal["packed", "plain", "experts"]] = []
         if self.packed:
             found.append("packed")
         if self.plain:
             found.append("plain")
+        if self.experts:
+            found.append("experts")
         return tuple(found)
 
 
@@ -77,6 +81,7 @@ class Measured(msgspec.Struct, frozen=True):
     key: str
     packed: tuple[float, ...]
     plain: tuple[float, ...]
+    experts: tuple[float, ...]
 
 
 def nothing(note: str) -> NarrowChoice:
@@ -101,7 +106,11 @@ def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
         for bits, found, kept in ((4, measured.packed, packed), (16, measured.plain, plain))
     )
     note = f"products over narrow weights, times the rate of float32 ones at 1, 16 and 256 rows: {rates}"
-    return NarrowChoice(products if packed or plain else None, packed, plain, note)
+    fault = cpu_experts.check(products)
+    experts = not fault and pays(measured.experts)
+    note += f"; experts {', '.join(f'{rate:.1f}' for rate in measured.experts)}{'' if experts else ' (widened)'}"
+    note += f"; native/cpu_experts.h computes wrongly here ({fault})" if fault else ""
+    return NarrowChoice(products if packed or plain else None, packed, plain, note, experts)
 
 
 def pays(rates: Sequence[float]) -> bool:
@@ -194,7 +203,8 @@ def _measure(products: NarrowProducts) -> Measured:
         for _ in range(_ROUNDS):  # in turns: other processes may take the cores for a while
             best = [min(so_far, best_seconds(run, 1, 3)) for so_far, run in zip(best, runs, strict=True)]
         rates.append((best[0] / best[1], best[0] / best[2]))
-    measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates))
+    experts = cpu_experts.rates(products, _ROWS)
+    measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates), experts)
     if cache is not None:
         with suppress(OSError), appearing(cache) as temporary:  # a full disk costs time at the next start
             temporary.write_bytes(msgspec.json.encode(measured))

@@ -93,7 +93,8 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Memory of the calling thread that lives until its next product.
+// Memory of the calling thread that lives until it is next asked for the same use.
+template <int Use>
 inline void* scratch(size_t bytes) {
   thread_local std::unique_ptr<void, Free> memory;
   thread_local size_t capacity = 0;
@@ -405,7 +406,7 @@ inline void compute_chunk(const Product& p, const Threads& threads, int first, i
   const int groups = p.form.bits == 16 ? 0 : p.inputs / p.form.group;
   const int64_t values = int64_t(count) * p.inputs, scales = int64_t(count) * groups;
   Rows rows{count, bands, nullptr, nullptr, nullptr, nullptr};
-  auto* memory = static_cast<float*>(scratch(sizeof(float) * (p.form.bits == 16 ? values : values / 2 + 2 * scales)));
+  auto* memory = static_cast<float*>(scratch<0>(sizeof(float) * (p.form.bits == 16 ? values : values / 2 + 2 * scales)));
   rows.values = memory;
   rows.pairs = reinterpret_cast<int32_t*>(memory);
   rows.scales = memory + values / 2;
