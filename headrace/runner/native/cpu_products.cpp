@@ -210,4 +210,5 @@ NB_MODULE(headrace_cpu_products, m) {
   m.def("rows", &rows, nb::arg("index"), nb::arg("weights"), nb::kw_only(), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
   m.def("threads", []() { return threads().count; });
+  m.def("lanes", []() { return headrace::kLanes; });
 }
