@@ -2,15 +2,16 @@
 
 The check compares products with NumPy's in float64 over all forms, and rows alone with rows in company, which must
 be equal. The measurement takes a product of one row, of sixteen and of 256, with narrow weights and with float32
-ones as MLX computes them here; without AVX-512 it need not be taken. What came of it is kept in the cache folder,
-so that a model is held in the same form at every start. Whatever is missing or wrong, the answer is no, with the
-reason.
+ones as MLX computes them here. What came of it is kept in the cache folder, so that a model is held in the same
+form at every start. Whatever is missing or wrong, the answer is no, with the reason.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ def nothing(note: str) -> NarrowChoice:
 
 def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     """The choice for this machine. ``load`` gives the extension module, by default it is built."""
-    if load is None and "avx512f" not in cpu_features().split():
-        return nothing("weights are widened: products over narrow weights are slow without AVX-512")
+    if load is None and sys.platform != "linux":
+        return nothing("weights are widened: products over narrow weights are built on Linux")
     try:
         products = NarrowProducts((load or _load)())
     except native_extension.ExtensionError as error:
@@ -99,7 +100,7 @@ def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     fault = check(products)
     if fault:
         return nothing(f"weights are widened: native/cpu_products.cpp computes wrongly here ({fault})")
-    measured = _measure(products)
+    measured = _known(products) if load is None else measure(products)
     packed, plain = pays(measured.packed), pays(measured.plain)
     rates = "; ".join(
         f"{bits} bits {', '.join(f'{rate:.1f}' for rate in found)}{'' if kept else ' (widened)'}"
@@ -179,13 +180,23 @@ def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
 # -- faster? -------------------------------------------------------------------------------------------
 
 
-def _measure(products: NarrowProducts) -> Measured:
+def _known(products: NarrowProducts) -> Measured:
+    """From the cache, or measured and put there."""
     key = _key(products)
     cache = _cache_file(key)
     if cache is not None:
         known = _read(cache)
         if known is not None and known.key == key:
             return known
+    measured = measure(products, key)
+    if cache is not None:
+        with suppress(OSError), appearing(cache) as temporary:  # a full disk costs time at the next start
+            temporary.write_bytes(msgspec.json.encode(measured))
+    return measured
+
+
+def measure(products: NarrowProducts, key: str = "") -> Measured:
+    """Rates of these products beside MLX's float32 ones."""
     values = 0.1 * mx.random.normal((_OUTPUTS, _INPUTS), key=mx.random.key(1))
     words, scales, biases = mx.quantize(values, group_size=32, bits=4)
     packed = narrow_packed(words, scales.astype(mx.float16), biases.astype(mx.float16), 4)
@@ -204,17 +215,14 @@ def _measure(products: NarrowProducts) -> Measured:
             best = [min(so_far, best_seconds(run, 1, 3)) for so_far, run in zip(best, runs, strict=True)]
         rates.append((best[0] / best[1], best[0] / best[2]))
     experts = cpu_experts.rates(products, _ROWS)
-    measured = Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates), experts)
-    if cache is not None:
-        with suppress(OSError), appearing(cache) as temporary:  # a full disk costs time at the next start
-            temporary.write_bytes(msgspec.json.encode(measured))
-    return measured
+    return Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates), experts)
 
 
 def _key(products: NarrowProducts) -> str:
-    """Everything the figures depend on."""
+    """Everything the figures depend on; without the kernel of ``blas.py`` float32 products are far slower."""
     texts = [(native_extension.NATIVE / name).read_text() for name in SOURCES]
-    parts = [cpu_model(), cpu_features(), str(products.threads), *texts]
+    kernel = hasattr(ctypes.CDLL(None), "headrace_parallel")
+    parts = [cpu_model(), cpu_features(), str(products.threads), str(kernel), *texts]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

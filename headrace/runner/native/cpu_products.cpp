@@ -398,4 +398,5 @@ NB_MODULE(headrace_cpu_products, m) {
         nb::arg("experts"), nb::arg("hidden"), nb::arg("forms"), nb::arg("activation"), nb::arg("alpha") = 0.0f,
         nb::arg("limit") = 0.0f);
   m.def("threads", []() { return threads().count; });
+  m.def("lanes", []() { return headrace::kLanes; });
 }
