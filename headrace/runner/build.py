@@ -61,6 +61,7 @@ from headrace.runner.substitutions.decode_products import substitute_decode_prod
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
+from headrace.runner.substitutions.native_block import substitute_native_blocks
 from headrace.runner.substitutions.native_norm import substitute_norms
 from headrace.runner.substitutions.packed_linear import PackedLinear
 from headrace.runner.substitutions.rotary import substitute_rotary
@@ -217,6 +218,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     choice, bound = _bind_attention(files, found, softcap, head_major, operations)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
+    if operations is not None and store is not None:
+        log.info(substitute_native_blocks(model, operations, store))
     compiled = config.compile if config.compile is not None else not head_major
     recorder = Recorder.for_device() if compiled and gpu_store is not None else None
     if device.kind == "cuda":

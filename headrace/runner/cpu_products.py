@@ -34,7 +34,19 @@ from headrace.runner.timing import best_seconds
 
 Doubles = npt.NDArray[Any]
 
-SOURCES = ("cpu_products.cpp", "cpu_products.h", "cpu_experts.h", "cpu_lanes.h")
+SOURCES = (
+    "cpu_products.cpp",
+    "cpu_block.cpp",
+    "cpu_products.h",
+    "cpu_experts.h",
+    "cpu_lanes.h",
+    "cpu_narrow.h",
+    "cpu_product.h",
+    "cpu_block.h",
+    "cpu_functions.h",
+    "cpu_attention.h",
+    "cpu_elementwise.h",
+)
 _MODULE = "headrace_cpu_products"
 _ROWS = (1, 16, 256)
 _OUTPUTS, _INPUTS = 2048, 1024

@@ -21,6 +21,10 @@ ScaleName = Literal["float16", "bfloat16", "float32"]
 _NAMES: dict[mx.Dtype, ScaleName] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
 
 
+# Inputs, outputs, bits, group, dtype of scales: a form as the extension takes it.
+FormWords = tuple[int, int, int, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class NarrowForm:
     """How one matrix is held.
@@ -37,6 +41,10 @@ class NarrowForm:
     scale: ScaleName
     inputs: int
     outputs: int
+
+    @property
+    def words(self) -> FormWords:
+        return self.inputs, self.outputs, self.bits, self.group, self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,11 @@ class NarrowProducts:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+
+    @property
+    def native(self) -> Any:
+        """The extension module, for operations that are made of several products (``native_block.py``)."""
+        return self._module
 
     @property
     def threads(self) -> int:

@@ -58,8 +58,6 @@ struct Pass {
   const Task* tasks;
 };
 
-inline void alone(const void* task, Piece piece, int size, int) { piece(task, 0, size); }
-
 inline Floats activated(const ExpertWeights& w, Floats gate, Floats up) {
   if (w.activation == Activation::silu) return silu(gate) * up;
   if (w.activation == Activation::gelu) {  // 0.5 · (1 + tanh(z)) is a sigmoid of 2 z
@@ -74,9 +72,10 @@ inline Floats activated(const ExpertWeights& w, Floats gate, Floats up) {
 
 // Rows [strips][gate 16, up 16] -> `width` values.
 inline void activate(const ExpertWeights& w, const float* sums, int width, float* to) {
-  for (int column = 0; column < width; column += kStrip) {
-    const Floats value = activated(w, read<Floats>(sums + 2 * column), read<Floats>(sums + 2 * column + kStrip));
-    std::memcpy(to + column, &value, sizeof(float) * std::min(kStrip, width - column));
+  for (int column = 0; column < width; column += kLanes) {
+    const float* gate = sums + column + column / kStrip * kStrip;
+    const Floats value = activated(w, read<Floats>(gate), read<Floats>(gate + kStrip));
+    std::memcpy(to + column, &value, sizeof(float) * std::min(kLanes, width - column));
   }
 }
 
@@ -204,19 +203,19 @@ struct Mixture {
   }
 };
 
-struct Sums {
+struct Weighted {
   const float *parts, *shares;
   int choices, width;
   float* out;
 };
 
 inline void add_up(const void* task, int first, int last) {
-  const Sums& s = *static_cast<const Sums*>(task);
+  const Weighted& s = *static_cast<const Weighted*>(task);
   for (int row = first; row < last; row++) {
     const float* parts = s.parts + int64_t(row) * s.choices * s.width;
     const float* shares = s.shares + int64_t(row) * s.choices;
-    for (int column = 0; column < s.width; column += kStrip) {
-      const size_t bytes = sizeof(float) * std::min(kStrip, s.width - column);
+    for (int column = 0; column < s.width; column += kLanes) {
+      const size_t bytes = sizeof(float) * std::min(kLanes, s.width - column);
       Floats total = {}, part = {};
       for (int i = 0; i < s.choices; i++) {
         std::memcpy(&part, parts + int64_t(i) * s.width + column, bytes);
@@ -239,7 +238,7 @@ inline void compute(const Mixture& m, const Threads& threads) {
     float* parts = m.shares ? m.parts : m.out + before * width;
     multiply(m.down, sorted, m.hidden, nullptr, parts, sorted.order.data(), threads);
     if (!m.shares) continue;
-    const Sums sums{parts, m.shares + before, m.choices, width, m.out + int64_t(start) * width};
+    const Weighted sums{parts, m.shares + before, m.choices, width, m.out + int64_t(start) * width};
     const int step = int(std::max<int64_t>(1, 64 * 1024 / (int64_t(m.choices) * width)));
     threads.run(&sums, add_up, rows, step);
   }

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu_product.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -14,8 +16,6 @@
 #endif
 
 namespace headrace {
-
-constexpr int kStrip = 16;  // outputs that lie together
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define HEADRACE_LANES 16

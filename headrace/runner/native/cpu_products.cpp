@@ -1,10 +1,5 @@
 // MLX operations over narrow weights: product(x, weights) and the weights of single outputs (cpu_products.h), products
 // with the matrices of chosen experts and whole mixtures of them (cpu_experts.h).
-//
-// Threads are those of sgemm.cpp, when that library was loaded for the whole process; else the stream's own thread
-// computes alone.
-
-#include <dlfcn.h>
 
 #include <memory>
 #include <optional>
@@ -24,50 +19,19 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "cpu_block.h"
 #include "cpu_experts.h"
-#include "cpu_products.h"
+#include "cpu_narrow.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
 
 namespace {
 
-headrace::Threads threads() {
-  static const auto run = reinterpret_cast<headrace::Parallel>(dlsym(RTLD_DEFAULT, "headrace_parallel"));
-  static const auto count = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "headrace_threads"));
-  return run && count ? headrace::Threads{run, count()} : headrace::Threads{headrace::alone, 1};
-}
-
-// Weights [outputs × inputs] in a form; `outputs` counts those of both halves when gated.
-struct Narrow {
-  headrace::Form form;
-  int inputs, outputs;
-
-  bool operator==(const Narrow& o) const {
-    return form.bits == o.form.bits && form.group == o.form.group && form.scale == o.form.scale &&
-           inputs == o.inputs && outputs == o.outputs;
-  }
-
-  size_t nbytes(bool gated) const {
-    const int strips = gated ? (outputs / 2 + headrace::kStrip - 1) / headrace::kStrip * 2
-                             : (outputs + headrace::kStrip - 1) / headrace::kStrip;
-    return size_t(strips) * form.strip_bytes(inputs);
-  }
-};
-
-Narrow narrow(int inputs, int outputs, int bits, int group, const std::string& scale) {
-  const bool known = scale == "float16" || scale == "bfloat16" || (scale == "float32" && bits != 16);
-  const bool grouped = (bits == 4 || bits == 8) && (group == 32 || group == 64 || group == 128) && inputs % group == 0;
-  if (!known || inputs < 1 || outputs < 1 || !(bits == 16 || grouped))
-    throw std::invalid_argument("no such form of narrow weights");
-  const auto kind = scale == "float16" ? headrace::kHalf : scale == "bfloat16" ? headrace::kBfloat : headrace::kFloat;
-  return {{bits, group, kind}, inputs, outputs};
-}
-
-const uint8_t* bytes_of(const mx::array& weights) {
-  if (!weights.flags().row_contiguous) throw std::invalid_argument("narrow weights must lie in one piece");
-  return weights.data<uint8_t>();
-}
+using headrace::bytes_of;
+using headrace::Narrow;
+using headrace::narrow;
+using headrace::threads;
 
 class NarrowProduct : public mx::Primitive {
  public:
@@ -397,6 +361,7 @@ NB_MODULE(headrace_cpu_products, m) {
         nb::arg("shares").none(), nb::arg("first_bias").none(), nb::arg("down_bias").none(), nb::kw_only(),
         nb::arg("experts"), nb::arg("hidden"), nb::arg("forms"), nb::arg("activation"), nb::arg("alpha") = 0.0f,
         nb::arg("limit") = 0.0f);
+  headrace::bind_blocks(m);
   m.def("threads", []() { return threads().count; });
   m.def("lanes", []() { return headrace::kLanes; });
 }

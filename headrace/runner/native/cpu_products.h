@@ -21,6 +21,7 @@
 #include <memory>
 
 #include "cpu_lanes.h"
+#include "cpu_product.h"
 
 namespace headrace {
 
@@ -42,43 +43,6 @@ constexpr int kChunk = 480;                 // rows prepared at a time: bounds t
 constexpr int64_t kPieceWork = 400'000;     // multiplications worth a piece
 constexpr int64_t kStripBytes = 96 * 1024;  // of weights that stay in a core's cache while rows pass by …
 constexpr int64_t kNearBytes = (kLanes == 16 ? 384 : 192) * 1024;  // … and of rows, while weights do
-
-enum Scale { kHalf, kBfloat, kFloat };
-
-// How weights are held. bits 16: no groups, `scale` tells float16 from bfloat16.
-struct Form {
-  int bits, group;
-  Scale scale;
-
-  int64_t group_bytes() const { return int64_t(group) * bits * 2 + 2 * kStrip * scale_bytes(); }
-  int scale_bytes() const { return scale == kFloat ? 4 : 2; }
-  int64_t strip_bytes(int inputs) const {
-    return bits == 16 ? int64_t(inputs) * 2 * kStrip : inputs / group * group_bytes();
-  }
-};
-
-constexpr int kMostParts = 4;
-
-// gated: weights have strips of a gate and of what it gates in turns; an output is silu(gate) · other. Results go to
-// one array, or are cut by outputs into several, whose widths but the last are whole strips.
-struct Product {
-  Form form;
-  const uint8_t* weights;
-  const float* bias;  // or null
-  const float* x;
-  int rows, inputs, outputs;
-  bool gated;
-  int parts;
-  float* out[kMostParts];
-  int widths[kMostParts];
-};
-
-using Piece = void (*)(const void* task, int first, int last);
-using Parallel = void (*)(const void* task, Piece piece, int size, int step);
-struct Threads {
-  Parallel run;
-  int count;
-};
 
 // -- rows, made ready -------------------------------------------------------------------------------------
 
@@ -427,7 +391,7 @@ inline void compute_chunk(const Product& p, const Threads& threads, int first, i
   threads.run(&task, by_strips, strips, strips_step(p, count, strips, threads.count));
 }
 
-inline void compute(const Product& p, const Threads& threads) {
+void compute(const Product& p, const Threads& threads) {
   for (int first = 0; first < p.rows; first += kChunk)
     compute_chunk(p, threads, first, std::min(kChunk, p.rows - first));
 }

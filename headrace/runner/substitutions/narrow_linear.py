@@ -49,6 +49,10 @@ class NarrowLinear(nn.Module):  # type: ignore[misc]
     def matrix(self) -> NarrowMatrix:
         return NarrowMatrix(self._form, self.strips)
 
+    @property
+    def products(self) -> NarrowProducts:
+        return self._products
+
     def __call__(self, x: mx.array) -> mx.array:
         return self._products.product(x, self.matrix, self.get("bias"))
 
@@ -96,9 +100,13 @@ class NarrowGatedMLP(nn.Module):  # type: ignore[misc]
         self._form = gate_up.form
         self._products = products
 
+    @property
+    def matrix(self) -> NarrowMatrix:
+        """Strips of gate and up in turns."""
+        return NarrowMatrix(self._form, self.strips)
+
     def __call__(self, x: mx.array) -> mx.array:
-        gated = self._products.gated(x, NarrowMatrix(self._form, self.strips))
-        return self.down_proj(gated)
+        return self.down_proj(self._products.gated(x, self.matrix))
 
 
 def substitute_narrow(model: nn.Module, products: NarrowProducts) -> int:
