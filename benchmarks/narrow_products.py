@@ -4,10 +4,10 @@
 
 Shapes are those of the demo model's layers (q, k, v together; output; gate and up; down; language head) and one
 large one. Every form takes its turn in every round, and the best round counts: other processes disturb all alike.
-Weights of a form are larger than the caches together, as in a model. ``--processor`` takes a name that g++ knows: both
-the narrow products and the float32 ones (native/sgemm.cpp, then for any number of rows) are built for that one.
-``--cpu-time`` computes on one thread and counts the process's time on a core instead of the clock's: for a machine whose
-cores are busy with something else.
+Weights of a form are larger than the caches together, as in a model. ``--processor`` takes a name that g++ knows:
+both the narrow products and the float32 ones (native/sgemm.cpp, then for any number of rows) are built for that
+one. ``--cpu-time`` computes on one thread and counts the process's time on a core instead of the clock's: for a
+machine whose cores are busy with something else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products over narrow weights as they are built for other processors, against sums in double.
 
-``narrow_products.cpp`` is compiled with each one's instructions and run here, or under qemu. What cannot be compiled
-or run on this machine is skipped.
+``narrow_products.cpp`` is compiled with each one's instructions and run here, or under qemu. What cannot be
+compiled or run on this machine is skipped.
 """
 
 from __future__ import annotations

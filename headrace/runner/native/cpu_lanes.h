@@ -27,11 +27,6 @@ namespace headrace {
 
 constexpr int kLanes = HEADRACE_LANES;
 constexpr int kParts = kStrip / kLanes;  // vectors of a strip
-#if HEADRACE_LANES == 16 || defined(__aarch64__)
-constexpr bool kManyRegisters = true;  // 32, else 16
-#else
-constexpr bool kManyRegisters = false;
-#endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));

@@ -31,10 +31,8 @@ namespace headrace {
 constexpr int kAffineRows = 12, kBandRows = 6, kPairRows = 6, kWideRows = 24, kWidePairRows = 12, kWideQuadRows = 2;
 #elif HEADRACE_LANES == 8
 constexpr int kAffineRows = 6, kBandRows = 6, kPairRows = 1, kWideRows = 6, kWidePairRows = 2, kWideQuadRows = 0;
-#elif defined(__aarch64__) && !defined(__ARM_FEATURE_DOTPROD)
-constexpr int kAffineRows = 2, kBandRows = 2, kPairRows = 0, kWideRows = 5, kWidePairRows = 2, kWideQuadRows = 0;
 #elif defined(__aarch64__)
-constexpr int kAffineRows = 3, kBandRows = 3, kPairRows = 0, kWideRows = 5, kWidePairRows = 2, kWideQuadRows = 0;
+constexpr int kAffineRows = 2, kBandRows = 2, kPairRows = 0, kWideRows = 5, kWidePairRows = 2, kWideQuadRows = 0;
 #else
 constexpr int kAffineRows = 2, kBandRows = 2, kPairRows = 0, kWideRows = 2, kWidePairRows = 0, kWideQuadRows = 0;
 #endif
@@ -158,7 +156,8 @@ void affine(const Tile& tile, Floats* out) {
   const int64_t stride = tile.form.strip_bytes(tile.inputs);
   const int words = tile.form.group * Bits / 32, groups = tile.inputs / tile.form.group;
   Floats near[kVectors * Rows];
-  Floats* total = kManyRegisters ? near : out;  // in memory, so that the integers' sums keep the registers
+  Floats* total = kLanes == 16 ? near : out;  // elsewhere the integers' sums fill the registers
+#pragma GCC unroll 16
   for (int i = 0; i < kVectors * Rows; i++) total[i] = Floats{};
   const uint8_t* w = tile.weights;
   const int32_t* x = tile.words;
@@ -198,7 +197,8 @@ void affine(const Tile& tile, Floats* out) {
     }
     w += 2 * kStrip * kScaleBytes;
   }
-  if (total != out) std::copy(near, near + kVectors * Rows, out);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors * Rows; i++) out[i] = total[i];
 }
 
 template <int Rows, int Strips, bool Half>
