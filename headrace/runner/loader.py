@@ -99,8 +99,8 @@ class Plan:
     """A form worked out: the modules that stay packed, and every parameter as a piece.
 
     ``taken``: those of the packed modules that are held for our kernels. ``beside``: bytes of the plain weights
-    that they get beside their packed ones, by path. ``wide_experts``: whether there are experts whose weights do
-    not stay narrow where others do.
+    that they get beside their packed ones, by path. ``experts``: whether those of experts stay narrow where
+    others do; None: there are none, or nothing does.
     """
 
     form: Form
@@ -108,7 +108,7 @@ class Plan:
     pieces: list[Piece]
     taken: frozenset[str] = frozenset()
     beside: dict[str, int] = field(default_factory=dict)
-    wide_experts: bool = False
+    experts: Literal["narrow", "wide"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -296,8 +296,11 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
                 for name, array in held.items()
             }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        wide = bool(form.narrow) and any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
-        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), wide)
+        found: Literal["narrow", "wide"] | None = None
+        if form.narrow and experts:
+            wide = any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
+            found = "wide" if wide else "narrow"
+        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), found)
 
     return plan
 
@@ -444,7 +447,7 @@ def narrow_text(plan: Plan) -> str:
     bits = {packing.bits for packing in plan.packings.values()}
     bits |= {16} if "plain" in plan.form.narrow and not plan.packings else set()
     text = f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
-    return f"{text}, experts in float32" if plan.wide_experts else text
+    return f"{text}, experts in float32" if plan.experts == "wide" else text
 
 
 def _gib(nbytes: int) -> str:
