@@ -21,6 +21,7 @@ namespace headrace {
 enum class Activation { none, silu, gelu, clamped };
 
 constexpr int64_t kBlockFloats = 4 << 20;  // between the passes of a mixture, kept by the calling thread
+constexpr int kVector = sizeof(Floats) / sizeof(float);
 constexpr int kLeastStrips = 16;           // of a task that is one of several for an expert: rows are prepared for each
 
 // A matrix for each expert. With an activation, strips of gate and up lie in turns, and so do their biases.
@@ -74,9 +75,10 @@ inline Floats activated(const ExpertWeights& w, Floats gate, Floats up) {
 
 // Rows [strips][gate 16, up 16] -> `width` values.
 inline void activate(const ExpertWeights& w, const float* sums, int width, float* to) {
-  for (int column = 0; column < width; column += kStrip) {
-    const Floats value = activated(w, read<Floats>(sums + 2 * column), read<Floats>(sums + 2 * column + kStrip));
-    std::memcpy(to + column, &value, sizeof(float) * std::min(kStrip, width - column));
+  for (int column = 0; column < width; column += kVector) {
+    const float* gate = sums + column / kStrip * 2 * kStrip + column % kStrip;
+    const Floats value = activated(w, read<Floats>(gate), read<Floats>(gate + kStrip));
+    std::memcpy(to + column, &value, sizeof(float) * std::min(kVector, width - column));
   }
 }
 
@@ -213,8 +215,8 @@ inline void add_up(const void* task, int first, int last) {
   for (int row = first; row < last; row++) {
     const float* parts = s.parts + int64_t(row) * s.choices * s.width;
     const float* shares = s.shares + int64_t(row) * s.choices;
-    for (int column = 0; column < s.width; column += kStrip) {
-      const size_t bytes = sizeof(float) * std::min(kStrip, s.width - column);
+    for (int column = 0; column < s.width; column += kVector) {
+      const size_t bytes = sizeof(float) * std::min(kVector, s.width - column);
       Floats total = {}, part = {};
       for (int i = 0; i < s.choices; i++) {
         std::memcpy(&part, parts + int64_t(i) * s.width + column, bytes);
