@@ -204,14 +204,14 @@ struct Mixture {
   }
 };
 
-struct Sums {
+struct Weighted {
   const float *parts, *shares;
   int choices, width;
   float* out;
 };
 
 inline void add_up(const void* task, int first, int last) {
-  const Sums& s = *static_cast<const Sums*>(task);
+  const Weighted& s = *static_cast<const Weighted*>(task);
   for (int row = first; row < last; row++) {
     const float* parts = s.parts + int64_t(row) * s.choices * s.width;
     const float* shares = s.shares + int64_t(row) * s.choices;
@@ -242,7 +242,7 @@ inline void compute(const Mixture& m, const Threads& threads) {
     float* parts = m.shares ? weighted : m.out + before * width;
     multiply(m.down, sorted, hidden, nullptr, parts, sorted.order.data(), threads);
     if (!m.shares) continue;
-    const Sums sums{parts, m.shares + before, m.choices, width, m.out + int64_t(start) * width};
+    const Weighted sums{parts, m.shares + before, m.choices, width, m.out + int64_t(start) * width};
     const int step = int(std::max<int64_t>(1, 64 * 1024 / (int64_t(m.choices) * width)));
     threads.run(&sums, add_up, rows, step);
   }
