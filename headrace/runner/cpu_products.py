@@ -110,7 +110,7 @@ def choose(load: Callable[[], ModuleType] | None = None) -> NarrowChoice:
     experts = not fault and pays(measured.experts)
     note += f"; experts {', '.join(f'{rate:.1f}' for rate in measured.experts)}{'' if experts else ' (widened)'}"
     note += f"; native/cpu_experts.h computes wrongly here ({fault})" if fault else ""
-    return NarrowChoice(products if packed or plain else None, packed, plain, note, experts)
+    return NarrowChoice(products if packed or plain or experts else None, packed, plain, note, experts)
 
 
 def pays(rates: Sequence[float]) -> bool:
