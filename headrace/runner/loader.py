@@ -99,8 +99,8 @@ class Plan:
     """A form worked out: the modules that stay packed, and every parameter as a piece.
 
     ``taken``: those of the packed modules that are held for our kernels. ``beside``: bytes of the plain weights
-    that they get beside their packed ones, by path. ``wide_experts``: whether there are experts whose weights do
-    not stay narrow where others do.
+    that they get beside their packed ones, by path. ``experts``: whether those of experts stay narrow where
+    others do; None: there are none, or nothing does.
     """
 
     form: Form
@@ -108,7 +108,7 @@ class Plan:
     pieces: list[Piece]
     taken: frozenset[str] = frozenset()
     beside: dict[str, int] = field(default_factory=dict)
-    wide_experts: bool = False
+    experts: Literal["narrow", "wide"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +181,7 @@ def outline_model(
     kernels = device == "cuda" and has_packed
     if (narrow or kernels) and not calls_only(_settled(files), KINDS):
         narrow, kernels = (), False
-    if "experts" in narrow and not calls_only(_settled(files), narrow_experts.KINDS):
+    if "experts" in narrow and not (experts_of(model) and calls_only(_settled(files), narrow_experts.KINDS)):
         narrow = tuple(kind for kind in narrow if kind != "experts")
     wishes = DTYPES.get(dtype), keep_quantized, has_packed
     forms = candidate_forms(device, *wishes, narrow, kernels=kernels)
@@ -220,8 +220,8 @@ def candidate_forms(
     forms: list[Form] = []
     if device == "cpu" and dtype is None and not (has_packed and keep is False):
         kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind != "packed")
-        if "packed" in kinds or "plain" in kinds:
-            forms.append(Form("packed" in kinds, mx.float32, kinds))
+        if kinds:
+            forms.append(Form(has_packed and bool({"packed", "experts"} & set(kinds)), mx.float32, kinds))
     if kernels and has_packed and (dtype is None or dtype in HALF) and keep is not False:
         return [Form(True, dtype, kernels=held) for held in KERNEL_FORMS if keep is None or held == "packed"]
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
@@ -269,13 +269,14 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
     kernels = packed_linear.kinds_of(model)
-    experts = matrices_of(model, ("experts",)) - matrices_of(model, ())
+    experts, linear = experts_of(model), matrices_of(model)
+
+    def staying(kind: Literal["packed", "plain"], narrow: Narrow) -> set[str]:
+        return (linear if kind in narrow else set()) | (experts if "experts" in narrow else set())
 
     def plan(form: Form) -> Plan:
-        matrices = matrices_of(model, form.narrow)
-        given, packed = renamed, packings
-        if "packed" in form.narrow:
-            given, packed = with_eight_bits(renamed, packings, matrices)
+        matrices = staying("packed", form.narrow)
+        given, packed = with_eight_bits(renamed, packings, matrices)
         kept = packed if form.packed else {}
         taken = {}
         if form.kernels is not None:
@@ -287,17 +288,19 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
             kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
         held = dequantized(given, {path: packed[path] for path in packed.keys() - kept.keys()}, form.dtype)
         stay = {f"{path}.{part}" for path in kept for part in parts_of(held, path)} if form.narrow else set()
-        if "plain" in form.narrow:
-            names = (f"{path}.weight" for path in matrices)
-            stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
+        names = (f"{path}.weight" for path in staying("plain", form.narrow))
+        stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
         if form.dtype is not None:
             held = {
                 name: _cast(array, form.dtype) if may_cast(name) and name not in stay else array
                 for name, array in held.items()
             }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        wide = bool(form.narrow) and any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
-        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), wide)
+        found: Literal["narrow", "wide"] | None = None
+        if form.narrow and experts:
+            wide = any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
+            found = "wide" if wide else "narrow"
+        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), found)
 
     return plan
 
@@ -316,10 +319,14 @@ def _beside(form: Form, model: nn.Module, taken: Collection[str]) -> dict[str, i
     return {path: 2 * plain[path] for path in taken if path in plain}
 
 
-def matrices_of(model: nn.Module, narrow: Narrow) -> set[str]:
-    """Paths of the layers that can stay narrow, where these kinds may."""
-    kinds = KINDS + (narrow_experts.KINDS if "experts" in narrow else ())
-    return {path for path, module in model.named_modules() if type(module) in kinds}
+def matrices_of(model: nn.Module) -> set[str]:
+    """Paths of the linear layers and embeddings that can stay narrow."""
+    return {path for path, module in model.named_modules() if type(module) in KINDS}
+
+
+def experts_of(model: nn.Module) -> set[str]:
+    """Paths of experts' layers that can stay narrow."""
+    return {path for path, module in model.named_modules() if type(module) in narrow_experts.KINDS}
 
 
 def narrowable(packing: Packing) -> Packing:
@@ -358,7 +365,7 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
     gguf_loader.settle(files, model)
-    matrices = matrices_of(model, ())
+    matrices = matrices_of(model)
     kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
@@ -444,7 +451,9 @@ def narrow_text(plan: Plan) -> str:
     bits = {packing.bits for packing in plan.packings.values()}
     bits |= {16} if "plain" in plan.form.narrow and not plan.packings else set()
     text = f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
-    return f"{text}, experts in float32" if plan.wide_experts else text
+    if plan.experts == "wide":
+        return f"{text}, experts in float32"
+    return f"{text}, experts in 16 bits" if plan.experts == "narrow" and not bits else text
 
 
 def _gib(nbytes: int) -> str:

@@ -267,10 +267,11 @@ def test_forms_for_other_processors(products: NarrowProducts, processor: str) ->
     if processor == "haswell" and "avx2" not in cpu_features().split():
         pytest.skip("this processor has no AVX2")
     program = (
-        "import sys, mlx.core; from headrace.runner import cpu_products, native_extension;"
+        "import sys, mlx.core; from headrace.runner import cpu_experts, cpu_products, native_extension;"
         "from headrace.runner.narrow_weights import NarrowProducts;"
         "module = native_extension.load(cpu_products.extension((sys.argv[1],)));"
-        "print(module.lanes(), cpu_products.check(NarrowProducts(module)))"
+        "products = NarrowProducts(module);"
+        "print(module.lanes(), cpu_products.check(products), cpu_experts.check(products))"
     )
     command = [sys.executable, "-c", program, f"-march={processor}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
@@ -282,7 +283,7 @@ def test_what_was_measured_decides_on_any_processor(
 ) -> None:
     monkeypatch.setattr(cpu_products, "cpu_features", lambda: "avx2 fma f16c")
     monkeypatch.setattr(cpu_products, "_load", lambda: products._module)
-    rates = {"packed": (4.0, 1.1, 1.1), "plain": (2.0, 0.7, 0.7)}
+    rates = {"packed": (4.0, 1.1, 1.1), "plain": (2.0, 0.7, 0.7), "experts": (0.5, 0.5, 0.5)}
     monkeypatch.setattr(cpu_products, "measure", lambda products, key: cpu_products.Measured(key, **rates))
     choice = cpu_products.choose()
     assert choice.kinds == ("packed",)

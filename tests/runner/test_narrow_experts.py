@@ -443,6 +443,25 @@ def test_the_plan_counts_what_is_held(
     assert without.form == f"{bits} bits, experts in float32, computed in float32"
 
 
+@pytest.mark.parametrize(("bits", "form"), [(4, "4 bits"), (16, "float32, experts in 16 bits")])
+def test_experts_stay_where_linear_layers_do_not(
+    tmp_path: Path, products: NarrowProducts, bits: int, form: str
+) -> None:
+    """Their products replace slower ones."""
+    folder = folder_of(tmp_path / "m", "mixtral", bits)
+    loaded = load_model(describe(folder), device="cpu", narrow=("experts",), products=products)
+    assert count_of(loaded.model, NarrowSwitchGLU) == 2
+    assert type(loaded.model.lm_head) is nn.Linear
+    assert f"held as {form}, computed" in loaded.notes[-1]
+
+
+def test_models_without_experts_are_held_as_before(tmp_path: Path, products: NarrowProducts) -> None:
+    loaded = load_model(
+        describe(folder_of(tmp_path / "m", "llama", 16)), device="cpu", narrow=("experts",), products=products
+    )
+    assert "held as float32 (" in loaded.notes[-1]
+
+
 def test_a_block_that_computes_something_else_stays(products: NarrowProducts) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

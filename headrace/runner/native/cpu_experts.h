@@ -20,7 +20,7 @@ namespace headrace {
 // g · sigmoid(alpha · g) · (u + 1) of g = min(gate, limit) and u = up within ±limit.
 enum class Activation { none, silu, gelu, clamped };
 
-constexpr int64_t kBlockFloats = 8 << 20;  // between the passes of a mixture
+constexpr int64_t kBlockFloats = 4 << 20;  // between the passes of a mixture, kept by the calling thread
 constexpr int kLeastStrips = 16;           // of a task that is one of several for an expert: rows are prepared for each
 
 // A matrix for each expert. With an activation, strips of gate and up lie in turns, and so do their biases.
@@ -191,15 +191,13 @@ struct Mixture {
   const int32_t* chosen;
   const float* shares;  // [rows][choices] or null
   int rows, choices, experts;
-  float* hidden;  // [block · choices][down.inputs]
-  float* parts;   // with shares: [block · choices][down.outputs]
   float* out;
 
   // Rows of a block, as equal as can be.
-  static int block(int rows, int choices, int floats) {
-    const int64_t most = std::max<int64_t>(1, kBlockFloats / (int64_t(choices) * floats));
-    const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
-    return int((rows + blocks - 1) / blocks);
+  int block() const {
+    const int64_t floats = int64_t(choices) * (down.inputs + down.outputs);
+    const int64_t most = std::max<int64_t>(1, kBlockFloats / floats), blocks = (rows + most - 1) / most;
+    return int((rows + blocks - 1) / std::max<int64_t>(1, blocks));
   }
 };
 
@@ -227,16 +225,19 @@ inline void add_up(const void* task, int first, int last) {
 }
 
 inline void compute(const Mixture& m, const Threads& threads) {
-  const int width = m.down.outputs, block = Mixture::block(m.rows, m.choices, m.down.inputs + width);
+  const int width = m.down.outputs, block = m.block();
+  const int64_t most = int64_t(block) * m.choices;
+  auto* hidden = static_cast<float*>(scratch<3>(sizeof(float) * most * m.down.inputs));
+  auto* weighted = static_cast<float*>(scratch<4>(m.shares ? sizeof(float) * most * width : 0));
   for (int start = 0; start < m.rows; start += block) {
     const int rows = std::min(block, m.rows - start), pairs = rows * m.choices;
     const int64_t before = int64_t(start) * m.choices;
     const Sorted sorted(m.chosen + before, pairs, m.experts);
     std::vector<int> from(pairs);
     for (int i = 0; i < pairs; i++) from[i] = sorted.order[i] / m.choices;
-    multiply(m.first, sorted, m.x + int64_t(start) * m.first.inputs, from.data(), m.hidden, nullptr, threads);
-    float* parts = m.shares ? m.parts : m.out + before * width;
-    multiply(m.down, sorted, m.hidden, nullptr, parts, sorted.order.data(), threads);
+    multiply(m.first, sorted, m.x + int64_t(start) * m.first.inputs, from.data(), hidden, nullptr, threads);
+    float* parts = m.shares ? weighted : m.out + before * width;
+    multiply(m.down, sorted, hidden, nullptr, parts, sorted.order.data(), threads);
     if (!m.shares) continue;
     const Weighted sums{parts, m.shares + before, m.choices, width, m.out + int64_t(start) * width};
     const int step = int(std::max<int64_t>(1, 64 * 1024 / (int64_t(m.choices) * width)));

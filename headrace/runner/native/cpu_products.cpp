@@ -242,24 +242,14 @@ class ExpertsMixture : public mx::Primitive {
     for (const auto& array : in) encoder.set_input_array(array);
     encoder.set_output_array(out[0]);
     const mx::array* bias = biased_ ? &in[in.size() - 2] : nullptr;
-    const int rows = int(in[1].size()) / choices_, hidden = down_.one.inputs, width = down_.one.outputs;
-    const int block = headrace::Mixture::block(rows, choices_, hidden + width);
-    const auto between = [&](int columns) {
-      mx::array array({block * choices_, columns}, mx::float32, nullptr, {});
-      array.set_data(mx::allocator::malloc(array.nbytes()));
-      encoder.add_temporary(array);
-      return array.data<float>();
-    };
     const headrace::Mixture mixture{first_.with(in[2], bias),
                                     down_.with(in[3], bias ? bias + 1 : nullptr),
                                     in[0].data<float>(),
                                     in[1].data<int32_t>(),
                                     weighted_ ? in[4].data<float>() : nullptr,
-                                    rows,
+                                    int(in[1].size()) / choices_,
                                     choices_,
                                     first_.experts,
-                                    between(hidden),
-                                    weighted_ ? between(width) : nullptr,
                                     out[0].data<float>()};
     encoder.dispatch([mixture]() { headrace::compute(mixture, threads()); });
   }

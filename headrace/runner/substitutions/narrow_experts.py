@@ -35,6 +35,8 @@ from headrace.runner.substitutions.modules import agree, each_module, put
 log = logging.getLogger("headrace.runner")
 
 KINDS = (SwitchLinear,)
+# What a mixture keeps between its products (native/cpu_experts.h), once for all layers.
+SCRATCH_BYTES = 16 << 20
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TOLERANCE = 1e-3
 
@@ -145,6 +147,11 @@ def substitute_narrow_experts(model: nn.Module, products: NarrowProducts) -> int
             told.add(fused)
             log.info("products of %s and experts like it stay apart: %s", path, fused)
     return count
+
+
+def scratch_bytes(model: nn.Module) -> int:
+    """What a mixture keeps between its products, once for all layers that are ones."""
+    return SCRATCH_BYTES if any(type(module) is NarrowSwitchGLU for module in model.modules()) else 0
 
 
 def _narrow(module: Any, products: NarrowProducts) -> NarrowSwitchLinear | None:
