@@ -1,6 +1,7 @@
 """Writes a shape of shapes.py as a checkpoint in the Hugging Face layout: random weights, a tokenizer that fits.
 
     python benchmarks/random_checkpoint.py llama-1b /tmp/llama-1b
+    python benchmarks/random_checkpoint.py small-moe /tmp/small-moe-4bit 4
 
 The tokenizer has the model's whole vocabulary, so that every sampled token has text: 256 bytes, invented words
 behind a space, and four special tokens at the end. It has no merges: a prompt of ASCII text has as many tokens as
@@ -21,8 +22,8 @@ TEMPLATE = (
 )
 
 
-def write(shape: str, folder: Path) -> None:
-    """Weights are bfloat16; the folder is made."""
+def write(shape: str, folder: Path, bits: int = 16) -> None:
+    """Weights are bfloat16, or packed to ``bits`` (4, 8) in groups of 64; the folder is made."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from model_shapes import random_model
@@ -33,8 +34,10 @@ def write(shape: str, folder: Path) -> None:
     eos = config["vocab_size"] - 1
     write_tokenizer(folder, config["vocab_size"])
     described = {**config, "torch_dtype": "bfloat16", "eos_token_id": eos, "hidden_act": "silu"}
+    if bits < 16:
+        described["quantization"] = {"bits": bits, "group_size": 64}
     (folder / "config.json").write_text(json.dumps(described))
-    weights = dict(tree_flatten(random_model(shape).parameters()))
+    weights = dict(tree_flatten(random_model(shape, bits=bits).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
 
@@ -82,4 +85,4 @@ def _word(number: int) -> str:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]))
+    write(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:4]))

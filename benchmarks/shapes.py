@@ -51,7 +51,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts=8, num_experts_per_tok=2,
         decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=64, norm_topk_prob=True,
     ),
+    # Experts that a CPU has room and time for.
+    "small-moe": dict(
+        model_type="qwen3_moe", hidden_size=512, num_hidden_layers=6, intermediate_size=1024,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-6, vocab_size=4096,
+        tie_word_embeddings=False, rope_theta=10000.0, max_position_embeddings=32768,
+        num_experts=64, num_experts_per_tok=8,
+        decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=256, norm_topk_prob=True,
+    ),
 }  # fmt: skip
+
+# Three layers of it, that a machine holds whose experts are float32.
+SHAPES["qwen3-30b-a3b-3-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 3, "vocab_size": 8192}
 
 
 def is_dense(name: str) -> bool:

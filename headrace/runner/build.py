@@ -57,10 +57,12 @@ from headrace.runner.sampling_check import choose_sampling
 from headrace.runner.self_check import choose_options
 from headrace.runner.start_cache import StartCache, StartFacts, start_key
 from headrace.runner.step_graphs import Recorder, StepGraphs
+from headrace.runner.substitutions import narrow_experts
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
+from headrace.runner.substitutions.native_block import substitute_native_blocks
 from headrace.runner.substitutions.native_norm import substitute_norms
 from headrace.runner.substitutions.packed_linear import PackedLinear
 from headrace.runner.substitutions.rotary import substitute_rotary
@@ -217,6 +219,8 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     choice, bound = _bind_attention(files, found, softcap, head_major, operations)
     gpu_store = None if head_major else PoolStore.checked()
     store: Store | None = choice.store if isinstance(choice, NativeChoice) else gpu_store
+    if operations is not None and store is not None:
+        log.info(substitute_native_blocks(model, operations, store))
     compiled = config.compile if config.compile is not None else not head_major
     recorder = Recorder.for_device() if compiled and gpu_store is not None else None
     if device.kind == "cuda":
@@ -300,7 +304,7 @@ def _plan(
     options, own, cost = prepared.options, None, _context_cost(prepared)
     if cost is not None:
         own = own_attention_scratch(cost, memory, fixed, config, trained)
-        fixed = replace(fixed, scratch=own.nbytes)
+        fixed = replace(fixed, scratch=own.nbytes + narrow_experts.scratch_bytes(prepared.loaded.model))
         options = replace(options, limit=ForwardLimit(cost, own.nbytes, prepared.head_major))
     fixed = replace(
         fixed,
@@ -315,10 +319,11 @@ def step_graph_bytes(kind: str, working_set: int) -> int:
 
 
 def _scratch_bytes(prepared: _Prepared) -> int:
-    """Of attention, beside its result."""
+    """Of attention, beside its result, and of experts."""
+    experts = narrow_experts.scratch_bytes(prepared.loaded.model)
     if prepared.head_major and prepared.options.decode_kernel and not prepared.options.materialize:
-        return native_attention.scratch_bytes(usable_cores())
-    return scratch_bytes(head_major=prepared.head_major)
+        return native_attention.scratch_bytes(usable_cores()) + experts
+    return scratch_bytes(head_major=prepared.head_major) + experts
 
 
 def _context_cost(prepared: _Prepared) -> ContextCost | None:

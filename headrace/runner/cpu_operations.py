@@ -23,6 +23,7 @@ _SOURCES = (
     "cpu_elementwise.cpp",
     "cpu_attention.h",
     "cpu_elementwise.h",
+    "cpu_functions.h",
     "cpu_vectors.h",
 )
 
@@ -65,6 +66,9 @@ class CpuOperations(Protocol):
 
     def gate(self, gate: mx.array, up: mx.array, gelu: bool) -> mx.array:
         """``silu(gate) * up``, or with tanh-GELU; float32 of one shape."""
+
+    def functions(self) -> int:
+        """Address of what ``native/cpu_functions.h`` names, for another extension."""
 
     def threads(self) -> int:
         """How many take part."""

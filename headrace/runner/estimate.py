@@ -27,6 +27,7 @@ from headrace.runner.context_cost import computes_own_attention, estimate_contex
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.loader import DTYPES, Plan, narrow_text, outline_model
+from headrace.runner.substitutions import narrow_experts
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 
 _FILE_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
@@ -72,10 +73,11 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
     activations = _chunk_bytes(fields, min(config.prefill_step_size, wished), dtype) + sampler_bytes(
         int(fields["vocab_size"]), config.max_num_seqs
     )
+    experts = narrow_experts.SCRATCH_BYTES if plan.experts == "narrow" else 0
     fixed = FixedMemory(
         weights=plan.nbytes,
         activations=activations,
-        scratch=scratch_bytes(head_major=kind == "cpu"),
+        scratch=scratch_bytes(head_major=kind == "cpu") + experts,
         buffer_cache=BUFFER_CACHE_BYTES[kind],
         step_graphs=step_graph_bytes(kind, device.working_set),
     )
@@ -84,7 +86,7 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
     if computes_own_attention(model, found):
         cost = estimate_context_cost(found, _most(fields.get("num_attention_heads")) or 1)
         own = own_attention_scratch(cost, device, fixed, config, longest)
-        fixed = replace(fixed, scratch=own.nbytes)
+        fixed = replace(fixed, scratch=own.nbytes + experts)
     return Estimate(found.layout, fixed, longest, _form(plan, dtype), own)
 
 

@@ -17,6 +17,7 @@ Forms, best first, unless the caller says (facts measured per device):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -29,21 +30,26 @@ from headrace.checkpoint.model_folder import ModelFiles
 from headrace.errors import ModelFileError, StartupError
 from headrace.runner import gguf_loader, mlx_lm_adapter, packed_weights
 from headrace.runner.narrow_weights import NarrowProducts, takes_dtype, takes_packing
-from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of
-from headrace.runner.substitutions import packed_linear
-from headrace.runner.substitutions.narrow_linear import KINDS, calls_only, substitute_narrow
+from headrace.runner.packing import Packing, dequantized, find_packings, install, parts_of, with_eight_bits
+from headrace.runner.substitutions import narrow_experts, packed_linear
+from headrace.runner.substitutions.modules import calls_only
+from headrace.runner.substitutions.narrow_experts import substitute_narrow_experts
+from headrace.runner.substitutions.narrow_linear import KINDS, substitute_narrow
+from headrace.runner.substitutions.weighted_experts import substitute_weighted_experts
 from headrace.runner.weight_check import check_weights
 from headrace.runner.weight_piece import Piece, piece_of
 
 Device = Literal["cpu", "cuda", "metal"]
 Progress = Callable[[float], None]
-# Kinds of weights that stay narrow on a CPU.
-Narrow = tuple[Literal["packed", "plain"], ...]
+# Kinds of weights that stay narrow on a CPU; "experts": those of experts, too.
+Narrow = tuple[Literal["packed", "plain", "experts"], ...]
 
 HALF = (mx.float16, mx.bfloat16)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # A form larger than the files is chosen when the weights then take at most this share of the budget.
 EXPANSION_SHARE = 0.7
+# Plans whose bytes differ by less are alike.
+ALIKE = 1.01
 # Bytes evaluated at a time: what loading needs beyond the weights themselves, about.
 CHUNK_BYTES = 256 * 1024 * 1024
 # How weights are held for our kernels, best first.
@@ -93,7 +99,8 @@ class Plan:
     """A form worked out: the modules that stay packed, and every parameter as a piece.
 
     ``taken``: those of the packed modules that are held for our kernels. ``beside``: bytes of the plain weights
-    that they get beside their packed ones, by path.
+    that they get beside their packed ones, by path. ``experts``: whether those of experts stay narrow where
+    others do; None: there are none, or nothing does.
     """
 
     form: Form
@@ -101,6 +108,7 @@ class Plan:
     pieces: list[Piece]
     taken: frozenset[str] = frozenset()
     beside: dict[str, int] = field(default_factory=dict)
+    experts: Literal["narrow", "wide"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +152,8 @@ def load_model(
     packed_linear.hold_packed(model, plan.taken, plan.beside)
     if plan.form.narrow and products is not None:
         substitute_narrow(model, products)
+        substitute_narrow_experts(model, products)
+        substitute_weighted_experts(model)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     computed = "float32" if plan.form.narrow else _activation_dtype(model)
     notes = (*files.warnings, _describe_form(files, plan, computed, held))
@@ -169,8 +179,10 @@ def outline_model(
     make_plan = _folder_planner(files, model) if files.kind == "folder" else _gguf_planner(files, model)
     has_packed = files.quantization is not None
     kernels = device == "cuda" and has_packed
-    if (narrow or kernels) and not calls_only(_settled(files)):
+    if (narrow or kernels) and not calls_only(_settled(files), KINDS):
         narrow, kernels = (), False
+    if "experts" in narrow and not (experts_of(model) and calls_only(_settled(files), narrow_experts.KINDS)):
+        narrow = tuple(kind for kind in narrow if kind != "experts")
     wishes = DTYPES.get(dtype), keep_quantized, has_packed
     forms = candidate_forms(device, *wishes, narrow, kernels=kernels)
     plan = choose_plan(map(make_plan, forms), memory_budget_bytes)
@@ -207,9 +219,9 @@ def candidate_forms(
     }[device]
     forms: list[Form] = []
     if device == "cpu" and dtype is None and not (has_packed and keep is False):
-        kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind == "plain")
+        kinds: Narrow = tuple(kind for kind in narrow if has_packed or kind != "packed")
         if kinds:
-            forms.append(Form("packed" in kinds, mx.float32, kinds))
+            forms.append(Form(has_packed and bool({"packed", "experts"} & set(kinds)), mx.float32, kinds))
     if kernels and has_packed and (dtype is None or dtype in HALF) and keep is not False:
         return [Form(True, dtype, kernels=held) for held in KERNEL_FORMS if keep is None or held == "packed"]
     for form in preferred if keep is None or not has_packed else [Form(keep, preferred[0].dtype)]:
@@ -221,7 +233,10 @@ def candidate_forms(
 
 
 def choose_plan(plans: Iterable[Plan], budget: int | None) -> Plan:
-    """The first plan that leaves room for the KV cache, else the smallest; StartupError when none fits at all."""
+    """The first plan that leaves room for the KV cache, else the smallest; StartupError when none fits at all.
+
+    A few norms more in float32 do not make a plan larger than another one.
+    """
     worked_out: list[Plan] = []
     for plan in plans:
         if budget is None or plan.nbytes <= budget * EXPANSION_SHARE:
@@ -233,7 +248,8 @@ def choose_plan(plans: Iterable[Plan], budget: int | None) -> Plan:
             f"the weights take {_gib(smallest.nbytes)}, the memory plan has {_gib(budget)} for them: "
             "use a smaller or quantized model, or raise --gpu-memory-utilization"
         )
-    return smallest
+    most = min(smallest.nbytes * ALIKE, math.inf if budget is None else budget)
+    return next(plan for plan in worked_out if plan.nbytes <= most)
 
 
 # -- from folders --------------------------------------------------------------------------------------
@@ -252,11 +268,16 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
         renamed = mlx_lm_adapter.repack_awq(renamed, files.config["quantization_config"])
     packings = find_packings(model, renamed, declared) if declared is not None else {}
     may_cast = mlx_lm_adapter.cast_predicate(model)
-    matrices = matrices_of(model)
     kernels = packed_linear.kinds_of(model)
+    experts, linear = experts_of(model), matrices_of(model)
+
+    def staying(kind: Literal["packed", "plain"], narrow: Narrow) -> set[str]:
+        return (linear if kind in narrow else set()) | (experts if "experts" in narrow else set())
 
     def plan(form: Form) -> Plan:
-        kept = packings if form.packed else {}
+        matrices = staying("packed", form.narrow)
+        given, packed = with_eight_bits(renamed, packings, matrices)
+        kept = packed if form.packed else {}
         taken = {}
         if form.kernels is not None:
             scales = {path: form.dtype or renamed[f"{path}.scales"].dtype for path in packings}
@@ -265,18 +286,21 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
             kept = taken
         if form.narrow:
             kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
-        held = dequantized(renamed, {path: packings[path] for path in packings.keys() - kept.keys()}, form.dtype)
+        held = dequantized(given, {path: packed[path] for path in packed.keys() - kept.keys()}, form.dtype)
         stay = {f"{path}.{part}" for path in kept for part in parts_of(held, path)} if form.narrow else set()
-        if "plain" in form.narrow:
-            names = (f"{path}.weight" for path in matrices)
-            stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
+        names = (f"{path}.weight" for path in staying("plain", form.narrow))
+        stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
         if form.dtype is not None:
             held = {
                 name: _cast(array, form.dtype) if may_cast(name) and name not in stay else array
                 for name, array in held.items()
             }
         pieces = [piece_of(name, array) for name, array in held.items()]
-        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken))
+        found: Literal["narrow", "wide"] | None = None
+        if form.narrow and experts:
+            wide = any(held[f"{path}.weight"].dtype == mx.float32 for path in experts)
+            found = "wide" if wide else "narrow"
+        return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), found)
 
     return plan
 
@@ -296,8 +320,13 @@ def _beside(form: Form, model: nn.Module, taken: Collection[str]) -> dict[str, i
 
 
 def matrices_of(model: nn.Module) -> set[str]:
-    """Paths of the layers that can stay narrow."""
+    """Paths of the linear layers and embeddings that can stay narrow."""
     return {path for path, module in model.named_modules() if type(module) in KINDS}
+
+
+def experts_of(model: nn.Module) -> set[str]:
+    """Paths of experts' layers that can stay narrow."""
+    return {path for path, module in model.named_modules() if type(module) in narrow_experts.KINDS}
 
 
 def narrowable(packing: Packing) -> Packing:
@@ -421,7 +450,10 @@ def narrow_text(plan: Plan) -> str:
     """What stays narrow, for people."""
     bits = {packing.bits for packing in plan.packings.values()}
     bits |= {16} if "plain" in plan.form.narrow and not plan.packings else set()
-    return f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
+    text = f"{'/'.join(map(str, sorted(bits)))} bits" if bits else "float32"
+    if plan.experts == "wide":
+        return f"{text}, experts in float32"
+    return f"{text}, experts in 16 bits" if plan.experts == "narrow" and not bits else text
 
 
 def _gib(nbytes: int) -> str:

@@ -2,12 +2,13 @@
 
 ``native/cpu_products.h`` describes the layout: strips of sixteen outputs, each one stream along the inputs. It
 takes the same number of bytes as the weights it is made from, up to a last strip that is filled with zeros.
+Matrices of experts (``native/cpu_experts.h``) lie one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -18,6 +19,10 @@ BITS = (4, 8)
 
 ScaleName = Literal["float16", "bfloat16", "float32"]
 _NAMES: dict[mx.Dtype, ScaleName] = {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"}
+
+
+# Inputs, outputs, bits, group, dtype of scales: a form as the extension takes it.
+FormWords = tuple[int, int, int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,10 @@ class NarrowForm:
     inputs: int
     outputs: int
 
+    @property
+    def words(self) -> FormWords:
+        return self.inputs, self.outputs, self.bits, self.group, self.scale
+
 
 @dataclass(frozen=True, slots=True)
 class NarrowMatrix:
@@ -44,6 +53,23 @@ class NarrowMatrix:
 
     form: NarrowForm
     strips: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowStack:
+    """A matrix [outputs, inputs] for each expert: their strips, uint8 ``[experts, strips, bytes of a strip]``."""
+
+    form: NarrowForm
+    strips: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What an expert computes of its gate and what that gates; ``alpha`` and ``limit`` only where clamped."""
+
+    name: Literal["silu", "gelu", "clamped"]
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 def takes_packing(bits: int, group: int, mode: str) -> bool:
@@ -99,6 +125,44 @@ def interleaved(gate: NarrowMatrix, other: NarrowMatrix) -> NarrowMatrix | None:
     return NarrowMatrix(form, pairs.reshape(-1, pairs.shape[-1]))
 
 
+def stack_plain(weight: mx.array) -> NarrowStack:
+    """From ``[experts, outputs, inputs]`` with 16 bits; lazy."""
+    return _as_stack(narrow_plain(_end_to_end(weight)), *weight.shape[:2])
+
+
+def stack_packed(words: mx.array, scales: mx.array, biases: mx.array, bits: int) -> NarrowStack:
+    """From MLX's affine packing, each array with a first axis of experts; lazy."""
+    whole = narrow_packed(_end_to_end(words), _end_to_end(scales), _end_to_end(biases), bits)
+    return _as_stack(whole, *words.shape[:2])
+
+
+def interleaved_stacks(gate: NarrowStack, other: NarrowStack) -> NarrowStack:
+    """For a mixture: strips of both, which have the same form, in turns."""
+    form = replace(gate.form, outputs=2 * gate.form.outputs)
+    experts, _, nbytes = gate.strips.shape
+    pairs = mx.stack([gate.strips, other.strips], axis=2)
+    return NarrowStack(form, pairs.reshape(experts, -1, nbytes))
+
+
+def interleaved_biases(gate: mx.array, other: mx.array) -> mx.array:
+    """Both ``[experts, outputs]``, as a mixture takes them beside ``interleaved_stacks``: float32."""
+    parts = [_end_to_end(bias[..., None]).reshape(-1, STRIP) for bias in (gate, other)]
+    return mx.stack(parts, axis=1).reshape(len(gate), -1).astype(mx.float32)
+
+
+def _end_to_end(array: mx.array) -> mx.array:
+    """``[experts, outputs, n]`` -> ``[experts * outputs, n]``, each expert's outputs filled up to whole strips."""
+    missing = -array.shape[1] % STRIP
+    if missing:
+        array = mx.pad(array, [(0, 0), (0, missing), (0, 0)])
+    return array.reshape(-1, array.shape[2])
+
+
+def _as_stack(whole: NarrowMatrix, experts: int, outputs: int) -> NarrowStack:
+    strips = whole.strips.reshape(experts, -1, whole.strips.shape[1])
+    return NarrowStack(replace(whole.form, outputs=outputs), strips)
+
+
 def _but_outputs(form: NarrowForm) -> tuple[int, int, str, int]:
     return form.bits, form.group, form.scale, form.inputs
 
@@ -120,6 +184,11 @@ class NarrowProducts:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+
+    @property
+    def native(self) -> Any:
+        """The extension module, for operations that are made of several products (``native_block.py``)."""
+        return self._module
 
     @property
     def threads(self) -> int:
@@ -165,5 +234,68 @@ class NarrowProducts:
             bits=form.bits,
             group=form.group,
             scale=form.scale,
+        )
+        return result
+
+    def expert_products(
+        self, x: mx.array, chosen: mx.array, stack: NarrowStack, bias: mx.array | None = None
+    ) -> mx.array:
+        """``chosen [..., choices]`` -> ``[..., choices, outputs]``, by the matrix of the expert that was chosen.
+
+        x: ``[..., inputs]``, or ``[..., choices, inputs]``; bias: float32 ``[experts, outputs]``.
+        """
+        form = stack.form
+        result: mx.array = self._module.expert_products(
+            x,
+            chosen,
+            stack.strips,
+            bias,
+            experts=len(stack.strips),
+            outputs=form.outputs,
+            bits=form.bits,
+            group=form.group,
+            scale=form.scale,
+        )
+        return result
+
+    def mixture(
+        self,
+        x: mx.array,
+        chosen: mx.array,
+        gate_up: NarrowStack,
+        down: NarrowStack,
+        activation: Activation,
+        *,
+        shares: mx.array | None = None,
+        biases: tuple[mx.array, mx.array] | None = None,
+    ) -> mx.array:
+        """``down(activation(gate(x), up(x)))`` of the experts in ``chosen [..., choices]``.
+
+        Args:
+            x: ``[..., inputs]``.
+            chosen: of each row.
+            gate_up: from ``interleaved_stacks``.
+            down: back to ``inputs``.
+            activation: between them.
+            shares: ``[..., choices]`` that results are weighted with and added up by; None: they are not.
+            biases: from ``interleaved_biases``, and float32 ``[experts, inputs]`` of down.
+
+        Returns ``[..., choices, inputs]``, with shares ``[..., inputs]``.
+        """
+        first_bias, down_bias = (None, None) if biases is None else biases
+        result: mx.array = self._module.mixture(
+            x,
+            chosen,
+            gate_up.strips,
+            down.strips,
+            shares,
+            first_bias,
+            down_bias,
+            experts=len(down.strips),
+            hidden=down.form.inputs,
+            forms=tuple((one.form.bits, one.form.group, one.form.scale) for one in (gate_up, down)),
+            activation=activation.name,
+            alpha=activation.alpha,
+            limit=activation.limit,
         )
         return result

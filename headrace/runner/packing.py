@@ -8,7 +8,7 @@ configuration and the files cannot disagree unnoticed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -116,3 +116,32 @@ def dequantized(
             dtype=target,
         )
     return plain
+
+
+def with_eight_bits(
+    weights: Mapping[str, mx.array], packings: Mapping[str, Packing], among: Collection[str]
+) -> tuple[dict[str, mx.array], dict[str, Packing]]:
+    """Modules ``among`` these with 5 or 6 affine bits, or mxfp4, as 8 affine bits of the same values; lazy.
+
+    An mxfp4 value is 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 or ±6 times a power of two: half of that power times a whole
+    number from -12 to 12.
+    """
+    repacked, as_packed = dict(weights), dict(packings)
+    for path in packings.keys() & set(among):
+        packing = packings[path]
+        words, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
+        if packing.mode == "mxfp4":
+            ones = mx.full(scales.shape, 127, mx.uint8)
+            values = mx.dequantize(words, ones, None, packing.group_size, packing.bits, "mxfp4", dtype=mx.bfloat16)
+            halves = 0.5 * (scales.astype(mx.uint16) << 7).view(mx.bfloat16)
+            codes, parts = 2 * values + 12, (halves, -12 * halves)
+        elif packing.mode == "affine" and packing.bits in (5, 6):
+            one, zero = mx.ones(scales.shape, mx.bfloat16), mx.zeros(scales.shape, mx.bfloat16)
+            codes = mx.dequantize(words, one, zero, packing.group_size, packing.bits)
+            parts = scales, weights[f"{path}.biases"]
+        else:
+            continue
+        repacked[f"{path}.weight"] = codes.astype(mx.uint8).view(mx.uint32)
+        repacked[f"{path}.scales"], repacked[f"{path}.biases"] = parts
+        as_packed[path] = Packing(8, packing.group_size)
+    return repacked, as_packed

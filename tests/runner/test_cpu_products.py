@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +32,12 @@ from headrace.runner.narrow_weights import (
     stacked,
 )
 from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.modules import calls_only
 from headrace.runner.substitutions.narrow_linear import (
+    KINDS,
     NarrowEmbedding,
     NarrowGatedMLP,
     NarrowLinear,
-    calls_only,
     substitute_narrow,
 )
 
@@ -257,13 +259,35 @@ def test_wrong_products_are_found(products: NarrowProducts) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="forms for x86-64")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_forms_for_other_processors(products: NarrowProducts, processor: str) -> None:
+    """In a process of its own: one that has loaded an extension keeps it."""
     if processor == "haswell" and "avx2" not in cpu_features().split():
         pytest.skip("this processor has no AVX2")
-    module = native_extension.load(cpu_products.extension((f"-march={processor}",)))
-    assert not cpu_products.check(NarrowProducts(module))
+    program = (
+        "import sys, mlx.core; from headrace.runner import cpu_experts, cpu_products, native_extension;"
+        "from headrace.runner.narrow_weights import NarrowProducts;"
+        "module = native_extension.load(cpu_products.extension((sys.argv[1],)));"
+        "products = NarrowProducts(module);"
+        "print(module.lanes(), cpu_products.check(products), cpu_experts.check(products))"
+    )
+    command = [sys.executable, "-c", program, f"-march={processor}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.split() == [{"x86-64": "4", "haswell": "8"}[processor]]
+
+
+def test_what_was_measured_decides_on_any_processor(
+    products: NarrowProducts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_products, "cpu_features", lambda: "avx2 fma f16c")
+    monkeypatch.setattr(cpu_products, "_load", lambda: products._module)
+    rates = {"packed": (4.0, 1.1, 1.1), "plain": (2.0, 0.7, 0.7), "experts": (0.5, 0.5, 0.5)}
+    monkeypatch.setattr(cpu_products, "measure", lambda products, key: cpu_products.Measured(key, **rates))
+    choice = cpu_products.choose()
+    assert choice.kinds == ("packed",)
+    assert "4 bits 4.0, 1.1, 1.1; 16 bits 2.0, 0.7, 0.7 (widened)" in choice.note
 
 
 def test_narrow_weights_must_pay() -> None:
@@ -328,8 +352,8 @@ def test_a_wrong_product_over_a_models_weights_ends_the_start(products: NarrowPr
 
 
 def test_models_that_look_at_weights_are_told_apart() -> None:
-    assert calls_only(tiny_model("llama"))
-    assert calls_only(tiny_model("llama_tied"))
+    assert calls_only(tiny_model("llama"), KINDS)
+    assert calls_only(tiny_model("llama_tied"), KINDS)
 
     class Looks(nn.Module):
         def __init__(self) -> None:
@@ -339,4 +363,4 @@ def test_models_that_look_at_weights_are_told_apart() -> None:
         def __call__(self, tokens: mx.array) -> mx.array:
             return self.embed_tokens(tokens) @ self.embed_tokens.weight.T
 
-    assert not calls_only(Looks())
+    assert not calls_only(Looks(), KINDS)

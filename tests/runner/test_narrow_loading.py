@@ -21,10 +21,11 @@ from headrace.core.memory_plan import DeviceMemory
 from headrace.runner import cpu_products, native_extension
 from headrace.runner.cpu_products import NarrowChoice
 from headrace.runner.estimate import estimate
-from headrace.runner.loader import LoadedModel, candidate_forms, load_model
+from headrace.runner.loader import Form, LoadedModel, Plan, candidate_forms, choose_plan, load_model
 from headrace.runner.mlx_lm_adapter import build_model
 from headrace.runner.narrow_weights import NarrowProducts
 from headrace.runner.substitutions.narrow_linear import NarrowEmbedding, NarrowLinear
+from headrace.runner.weight_piece import Piece
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 
@@ -134,6 +135,18 @@ def test_forms() -> None:
     assert kinds(None, None, False, ("packed",))[0] == (False, ())
     assert kinds(None, False, True, KINDS) == [(False, ())]
     assert all(not form.narrow for form in candidate_forms("metal", None, None, True, KINDS))
+
+
+@pytest.mark.parametrize(("narrow", "budget", "chosen"), [(1005, 1100, 0), (1005, 1002, 2), (1100, 1200, 2)])
+def test_little_memory_does_not_cost_the_products(narrow: int, budget: int, chosen: int) -> None:
+    """Packed weights have about the same bytes for MLX's products and for ours: norms are float32 there."""
+
+    def plan(form: Form, nbytes: int) -> Plan:
+        return Plan(form, {}, [Piece({}, nbytes, dict)])
+
+    narrow_form, wide, packed = candidate_forms("cpu", None, None, True, KINDS)
+    plans = [plan(narrow_form, narrow), plan(wide, 8000), plan(packed, 1000)]
+    assert choose_plan(plans, budget) is plans[chosen]
 
 
 @pytest.mark.parametrize("bits", [0, 4])

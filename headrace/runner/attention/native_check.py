@@ -133,13 +133,15 @@ class Case:
         return attend(self.queries, view, scale, self.form.window, sinks, self.form.softcap)
 
     @staticmethod
-    def random(form: LayerForm, ends: Sequence[int], new: Sequence[int], block_size: int) -> Case:
+    def random(
+        form: LayerForm, ends: Sequence[int], new: Sequence[int], block_size: int, store: Store | None = None
+    ) -> Case:
         """Rows of ``ends`` positions, the last ``new`` of them this forward's, over a random pool."""
         rng = np.random.default_rng(0)
         counts = [-(-end // block_size) for end in ends]
         blocks = sum(counts) + 1
         layer: LayerShape = replace(form.layer, group=0)
-        pool = KVPool([layer], [blocks], block_size, head_major=True)
+        pool = KVPool([layer], [blocks], block_size, head_major=True, store=store)
         keys = mx.random.split(mx.random.key(0), 3)
         slots = blocks * block_size
         pool.write(

@@ -62,6 +62,19 @@ inline float from_float16(uint16_t bits) {
 #endif
 }
 
+// Which compilers do one by one.
+void widen_float16(const uint16_t* from, int count, float* __restrict to) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= count; i += kLanes)
+    save(to + i, Vector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)))));
+#elif defined(__F16C__)
+  for (; i + kLanes <= count; i += kLanes)
+    save(to + i, Vector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)))));
+#endif
+  for (; i < count; i++) to[i] = from_float16(from[i]);
+}
+
 inline bool in_place(const Cache& cache) { return cache.element == Element::float32 && cache.dim % kLanes == 0; }
 
 // kLanes codes of a packed vector. Through registers: a vector read right after a part of it was written waits.
@@ -118,7 +131,7 @@ void unpack(const Cache& cache, int64_t index, float* __restrict to) {
       for (int i = 0; i < width; i++) to[i] = from_bfloat16(halves[i]);
       break;
     case Element::float16:
-      for (int i = 0; i < width; i++) to[i] = from_float16(halves[i]);
+      widen_float16(halves, width, to);
       break;
     case Element::packed8:
       unpack_codes<8>(cache, index, to);

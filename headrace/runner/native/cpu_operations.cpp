@@ -19,6 +19,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_elementwise.h"
+#include "cpu_functions.h"
 #include "cpu_vectors.h"
 
 namespace nb = nanobind;
@@ -261,5 +262,9 @@ NB_MODULE(cpu_operations, module) {
   module.def("norm", norm);
   module.def("rotate", rotate);
   module.def("gate", gate, nb::arg("gate"), nb::arg("up"), nb::arg("gelu"));
+  module.def("functions", [] {
+    static const headrace::Functions functions{headrace::rms_norm, headrace::rotate, headrace::attend};
+    return reinterpret_cast<uintptr_t>(&functions);
+  });
   module.def("threads", [] { return headrace::threads(); });
 }

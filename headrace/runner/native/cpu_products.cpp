@@ -1,14 +1,11 @@
-// MLX operations over narrow weights (cpu_products.h): product(x, weights) and the weights of single outputs.
-//
-// Threads are those of sgemm.cpp, when that library was loaded for the whole process; else the stream's own thread
-// computes alone.
-
-#include <dlfcn.h>
+// MLX operations over narrow weights: product(x, weights) and the weights of single outputs (cpu_products.h), products
+// with the matrices of chosen experts and whole mixtures of them (cpu_experts.h).
 
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <mlx/allocator.h>
@@ -19,53 +16,22 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "cpu_products.h"
+#include "cpu_block.h"
+#include "cpu_experts.h"
+#include "cpu_narrow.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
 
 namespace {
 
-void alone(const void* task, headrace::Piece piece, int size, int) { piece(task, 0, size); }
-
-headrace::Threads threads() {
-  static const auto run = reinterpret_cast<headrace::Parallel>(dlsym(RTLD_DEFAULT, "headrace_parallel"));
-  static const auto count = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "headrace_threads"));
-  return run && count ? headrace::Threads{run, count()} : headrace::Threads{alone, 1};
-}
-
-// Weights [outputs × inputs] in a form; `outputs` counts those of both halves when gated.
-struct Narrow {
-  headrace::Form form;
-  int inputs, outputs;
-
-  bool operator==(const Narrow& o) const {
-    return form.bits == o.form.bits && form.group == o.form.group && form.scale == o.form.scale &&
-           inputs == o.inputs && outputs == o.outputs;
-  }
-
-  size_t nbytes(bool gated) const {
-    const int strips = gated ? (outputs / 2 + headrace::kStrip - 1) / headrace::kStrip * 2
-                             : (outputs + headrace::kStrip - 1) / headrace::kStrip;
-    return size_t(strips) * form.strip_bytes(inputs);
-  }
-};
-
-Narrow narrow(int inputs, int outputs, int bits, int group, const std::string& scale) {
-  const bool known = scale == "float16" || scale == "bfloat16" || (scale == "float32" && bits != 16);
-  const bool grouped = (bits == 4 || bits == 8) && (group == 32 || group == 64 || group == 128) && inputs % group == 0;
-  if (!known || inputs < 1 || outputs < 1 || !(bits == 16 || grouped))
-    throw std::invalid_argument("no such form of narrow weights");
-  const auto kind = scale == "float16" ? headrace::kHalf : scale == "bfloat16" ? headrace::kBfloat : headrace::kFloat;
-  return {{bits, group, kind}, inputs, outputs};
-}
-
-const uint8_t* bytes_of(const mx::array& weights) {
-  if (!weights.flags().row_contiguous) throw std::invalid_argument("narrow weights must lie in one piece");
-  return weights.data<uint8_t>();
-}
+using headrace::bytes_of;
+using headrace::Narrow;
+using headrace::narrow;
+using headrace::threads;
 
 class NarrowProduct : public mx::Primitive {
  public:
@@ -201,6 +167,175 @@ mx::array rows(const mx::array& index, const mx::array& weights, int inputs, int
   return mx::array(shape, mx::float32, std::make_shared<NarrowRows>(stream, form), std::move(in));
 }
 
+// -- experts ------------------------------------------------------------------------------------------------
+
+// Matrices of `experts`, each in the form `one`; the activation that follows the product.
+struct NarrowStack {
+  Narrow one;
+  int experts;
+  headrace::Activation activation = headrace::Activation::none;
+  float alpha = 0, limit = 0;
+
+  bool operator==(const NarrowStack& o) const {
+    return one == o.one && experts == o.experts && activation == o.activation && alpha == o.alpha && limit == o.limit;
+  }
+  headrace::ExpertWeights with(const mx::array& weights, const mx::array* bias) const {
+    return {one.form,   bytes_of(weights), bias ? bias->data<float>() : nullptr, one.inputs, one.outputs,
+            activation, alpha,             limit};
+  }
+  void check(const mx::array& weights, const std::optional<mx::array>& bias) const {
+    const bool gated = activation != headrace::Activation::none;
+    if (experts < 1 || weights.dtype() != mx::uint8 || weights.size() != experts * one.nbytes(gated) ||
+        (gated && one.outputs % 2))
+      throw std::invalid_argument("experts' weights do not have their form's size");
+    const int strips = (one.outputs / 2 + headrace::kStrip - 1) / headrace::kStrip;
+    const size_t values = gated ? 2 * headrace::kStrip * strips : one.outputs;
+    if (bias && (bias->dtype() != mx::float32 || bias->size() != experts * values))
+      throw std::invalid_argument("experts' biases must be float32, one for each output");
+  }
+};
+
+class ExpertsProduct : public mx::Primitive {
+ public:
+  ExpertsProduct(mx::Stream stream, NarrowStack stack, int each)
+      : mx::Primitive(stream), stack_(stack), each_(each) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    const auto weights = stack_.with(in[2], in.size() > 3 ? &in[3] : nullptr);
+    const headrace::Choices choices{in[1].data<int32_t>(), int(in[1].size()), each_, stack_.experts};
+    encoder.dispatch([weights, choices, x = in[0].data<float>(), to = out[0].data<float>()]() {
+      headrace::compute(weights, choices, x, to, threads());
+    });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("narrow products are computed on the CPU");
+  }
+  const char* name() const override { return "ExpertsProduct"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const ExpertsProduct&>(other);
+    return stack_ == same.stack_ && each_ == same.each_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    mx::Shape shape = in[1].shape();
+    shape.push_back(stack_.one.outputs);
+    return {shape};
+  }
+
+ private:
+  NarrowStack stack_;
+  int each_;
+};
+
+// Inputs: x, chosen, weights of gate and up, of down, then shares and both biases as there are.
+class ExpertsMixture : public mx::Primitive {
+ public:
+  ExpertsMixture(mx::Stream stream, NarrowStack first, NarrowStack down, int choices, bool weighted, bool biased)
+      : mx::Primitive(stream), first_(first), down_(down), choices_(choices), weighted_(weighted), biased_(biased) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    const mx::array* bias = biased_ ? &in[in.size() - 2] : nullptr;
+    const headrace::Mixture mixture{first_.with(in[2], bias),
+                                    down_.with(in[3], bias ? bias + 1 : nullptr),
+                                    in[0].data<float>(),
+                                    in[1].data<int32_t>(),
+                                    weighted_ ? in[4].data<float>() : nullptr,
+                                    int(in[1].size()) / choices_,
+                                    choices_,
+                                    first_.experts,
+                                    out[0].data<float>()};
+    encoder.dispatch([mixture]() { headrace::compute(mixture, threads()); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("mixtures over narrow weights are computed on the CPU");
+  }
+  const char* name() const override { return "ExpertsMixture"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const ExpertsMixture&>(other);
+    return first_ == same.first_ && down_ == same.down_ && choices_ == same.choices_ && weighted_ == same.weighted_ &&
+           biased_ == same.biased_;
+  }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& in) override {
+    mx::Shape shape = in[1].shape();
+    if (weighted_) shape.pop_back();
+    shape.push_back(down_.one.outputs);
+    return {shape};
+  }
+
+ private:
+  NarrowStack first_, down_;
+  int choices_;
+  bool weighted_, biased_;
+};
+
+mx::array as_rows(const mx::array& array, mx::Dtype dtype, mx::Stream stream) {
+  return mx::contiguous(mx::astype(array, dtype, stream), false, stream);
+}
+
+// x: a row for each choice, or for each last axis of them.
+mx::array expert_products(const mx::array& x, const mx::array& chosen, const mx::array& weights,
+                          const std::optional<mx::array>& bias, int experts, int outputs, int bits, int group,
+                          const std::string& scale) {
+  const int inputs = x.ndim() ? x.shape(-1) : 0;
+  const NarrowStack stack{narrow(inputs, outputs, bits, group, scale), experts};
+  stack.check(weights, bias);
+  const size_t rows = x.size() / inputs;
+  const int each = rows == chosen.size() || chosen.ndim() == 0 ? 1 : chosen.shape(-1);
+  if (rows * each != chosen.size()) throw std::invalid_argument("x must have a row for each choice, or for all of a row");
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  std::vector<mx::array> in = {as_rows(x, mx::float32, stream), as_rows(chosen, mx::int32, stream), weights};
+  if (bias) in.push_back(as_rows(*bias, mx::float32, stream));
+  mx::Shape shape = chosen.shape();
+  shape.push_back(outputs);
+  return mx::array(shape, mx::float32, std::make_shared<ExpertsProduct>(stream, stack, each), std::move(in));
+}
+
+headrace::Activation activation_of(const std::string& name) {
+  if (name == "silu") return headrace::Activation::silu;
+  if (name == "gelu") return headrace::Activation::gelu;
+  if (name == "clamped") return headrace::Activation::clamped;
+  throw std::invalid_argument("no such activation of experts");
+}
+
+// forms: bits, group and scale of gate and up, and of down.
+using FormName = std::tuple<int, int, std::string>;
+
+mx::array mixture(const mx::array& x, const mx::array& chosen, const mx::array& first, const mx::array& down,
+                  const std::optional<mx::array>& shares, const std::optional<mx::array>& first_bias,
+                  const std::optional<mx::array>& down_bias, int experts, int hidden,
+                  const std::tuple<FormName, FormName>& forms, const std::string& activation, float alpha,
+                  float limit) {
+  const int inputs = x.ndim() ? x.shape(-1) : 0, choices = chosen.ndim() ? chosen.shape(-1) : 0;
+  const auto stack = [&](int from, int to, const FormName& form) {
+    return NarrowStack{narrow(from, to, std::get<0>(form), std::get<1>(form), std::get<2>(form)), experts};
+  };
+  NarrowStack gate_up = stack(inputs, 2 * hidden, std::get<0>(forms));
+  gate_up.activation = activation_of(activation), gate_up.alpha = alpha, gate_up.limit = limit;
+  const NarrowStack back = stack(hidden, inputs, std::get<1>(forms));
+  gate_up.check(first, first_bias);
+  back.check(down, down_bias);
+  if (choices < 1 || x.size() / inputs * choices != chosen.size() || (shares && shares->shape() != chosen.shape()) ||
+      first_bias.has_value() != down_bias.has_value())
+    throw std::invalid_argument("a mixture needs choices and shares for each row of x, and both biases or none");
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  std::vector<mx::array> in = {as_rows(x, mx::float32, stream), as_rows(chosen, mx::int32, stream), first, down};
+  for (const auto& further : {shares, first_bias, down_bias})
+    if (further) in.push_back(as_rows(*further, mx::float32, stream));
+  mx::Shape shape = chosen.shape();
+  if (shares) shape.pop_back();
+  shape.push_back(inputs);
+  const auto primitive = std::make_shared<ExpertsMixture>(stream, gate_up, back, choices, shares.has_value(),
+                                                          first_bias.has_value());
+  return mx::array(shape, mx::float32, primitive, std::move(in));
+}
+
 }  // namespace
 
 NB_MODULE(headrace_cpu_products, m) {
@@ -209,5 +344,14 @@ NB_MODULE(headrace_cpu_products, m) {
         nb::arg("widths") = std::vector<int>());
   m.def("rows", &rows, nb::arg("index"), nb::arg("weights"), nb::kw_only(), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
+  m.def("expert_products", &expert_products, nb::arg("x"), nb::arg("chosen"), nb::arg("weights"),
+        nb::arg("bias").none(), nb::kw_only(), nb::arg("experts"), nb::arg("outputs"), nb::arg("bits"),
+        nb::arg("group"), nb::arg("scale"));
+  m.def("mixture", &mixture, nb::arg("x"), nb::arg("chosen"), nb::arg("first"), nb::arg("down"),
+        nb::arg("shares").none(), nb::arg("first_bias").none(), nb::arg("down_bias").none(), nb::kw_only(),
+        nb::arg("experts"), nb::arg("hidden"), nb::arg("forms"), nb::arg("activation"), nb::arg("alpha") = 0.0f,
+        nb::arg("limit") = 0.0f);
+  headrace::bind_blocks(m);
   m.def("threads", []() { return threads().count; });
+  m.def("lanes", []() { return headrace::kLanes; });
 }

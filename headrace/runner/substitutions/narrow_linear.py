@@ -26,6 +26,7 @@ from headrace.runner.narrow_weights import (
     takes_dtype,
     takes_packing,
 )
+from headrace.runner.substitutions.modules import agree, each_module, put
 
 KINDS = (nn.Linear, nn.Embedding)
 _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
@@ -47,6 +48,10 @@ class NarrowLinear(nn.Module):  # type: ignore[misc]
     @property
     def matrix(self) -> NarrowMatrix:
         return NarrowMatrix(self._form, self.strips)
+
+    @property
+    def products(self) -> NarrowProducts:
+        return self._products
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._products.product(x, self.matrix, self.get("bias"))
@@ -95,9 +100,13 @@ class NarrowGatedMLP(nn.Module):  # type: ignore[misc]
         self._form = gate_up.form
         self._products = products
 
+    @property
+    def matrix(self) -> NarrowMatrix:
+        """Strips of gate and up in turns."""
+        return NarrowMatrix(self._form, self.strips)
+
     def __call__(self, x: mx.array) -> mx.array:
-        gated = self._products.gated(x, NarrowMatrix(self._form, self.strips))
-        return self.down_proj(gated)
+        return self.down_proj(self._products.gated(x, self.matrix))
 
 
 def substitute_narrow(model: nn.Module, products: NarrowProducts) -> int:
@@ -107,7 +116,7 @@ def substitute_narrow(model: nn.Module, products: NarrowProducts) -> int:
     """
     checked: set[tuple[type, NarrowForm, bool]] = set()
     count = 0
-    for path, module in model.named_modules():
+    for path, module in each_module(model):
         made = _narrow(module, products)
         if made is None:
             continue
@@ -116,44 +125,14 @@ def substitute_narrow(model: nn.Module, products: NarrowProducts) -> int:
         if form not in checked:
             _check(path, module, made)
             checked.add(form)
-        _put(model, path, made)
+        put(model, path, made)
         count += 1
-    for path, module in model.named_modules():
+    for path, module in each_module(model):
         fused = _fused(module, products)
         if fused is not None:
             mx.eval(fused.parameters())
-            _put(model, path, fused)
+            put(model, path, fused)
     return count
-
-
-def calls_only(model: nn.Module) -> bool:
-    """Whether the model's code does no more with its layers than call them; ``model`` is used up."""
-    for path, module in model.named_modules():
-        if type(module) in KINDS:
-            _put(model, path, _Outline(module))
-    try:
-        model(mx.zeros((1, 2), mx.int32))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return True
-
-
-class _Outline(nn.Module):  # type: ignore[misc]
-    """Gives results of the right shape and has nothing but calls."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self._shape = tuple(inner.weight.shape)
-        if type(inner) is nn.Embedding:
-            self.as_linear = self._project
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if mx.issubdtype(x.dtype, mx.integer):
-            return mx.zeros((*x.shape, self._shape[1]))
-        return self._project(x)
-
-    def _project(self, x: mx.array) -> mx.array:
-        return mx.zeros((*x.shape[:-1], self._shape[0]))
 
 
 def _narrow(module: Any, products: NarrowProducts) -> NarrowLinear | NarrowEmbedding | None:
@@ -179,8 +158,7 @@ def _check(path: str, module: Any, made: NarrowLinear | NarrowEmbedding) -> None
         tokens = mx.array([[0, form.outputs - 1, form.outputs // 2]])
         pairs = [(_widened(module, tokens), made(tokens)), (_reference(module, x), made.as_linear(x))]
     for expected, got in pairs:
-        worst = mx.max(mx.abs(expected - got)) / (mx.max(mx.abs(expected)) + 1e-6)
-        if not bool((worst < _TOLERANCE).item()):
+        if not agree(expected, got, _TOLERANCE):
             raise StartupError(f"products over narrow weights are wrong in {path}: start with --dequantize")
 
 
@@ -211,17 +189,4 @@ def _fused(module: Any, products: NarrowProducts) -> NarrowGatedMLP | None:
         return None
     made = NarrowGatedMLP(matrix, down, products)
     x = mx.random.normal((2, matrix.form.inputs), key=mx.random.key(0))
-    expected = module(x)
-    worst = mx.max(mx.abs(made(x) - expected)) / (mx.max(mx.abs(expected)) + 1e-6)
-    return made if bool((worst < _TOLERANCE).item()) else None
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    *parents, name = path.split(".")
-    owner: Any = model
-    for step in parents:
-        owner = owner[int(step)] if isinstance(owner, list) else owner[step]
-    if isinstance(owner, list):
-        owner[int(name)] = module
-    else:
-        owner[name] = module
+    return made if agree(module(x), made(x), _TOLERANCE) else None

@@ -26,8 +26,17 @@ class NativeNorm(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.inner = inner
         self._operations = operations
-        self._factors = 1.0 + inner.weight if one_more else inner.weight
+        self._factors: mx.array = 1.0 + inner.weight if one_more else inner.weight
         self._eps = float(inner.eps)
+
+    @property
+    def factors(self) -> mx.array:
+        """What normed values are multiplied with."""
+        return self._factors
+
+    @property
+    def eps(self) -> float:
+        return self._eps
 
     @property
     def weight(self) -> mx.array:

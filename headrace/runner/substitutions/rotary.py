@@ -78,6 +78,15 @@ class TableRotary(nn.Module):  # type: ignore[misc]
         self._tables = tables
         self._operations = operations
 
+    @property
+    def dims(self) -> int:
+        """Width of a head that it rotates."""
+        return self._tables.dims
+
+    def tables_of(self, offset: Offset, rows: int, length: int) -> Halves:
+        """Cosines and sines ``[rows, 1, length, dims / 2]`` of a forward's positions."""
+        return self._tables.of(offset, rows, length)
+
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         tables = self._tables
         if x.ndim != 4 or x.shape[-1] != tables.dims or x.dtype != mx.float32:

@@ -1,0 +1,204 @@
+"""Halves of decoder blocks as one operation each (CPU): the same numbers as the operations that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from tiny_models import tiny_model
+
+from headrace.runner import cpu_products, native_extension
+from headrace.runner.attention.dispatch import install
+from headrace.runner.attention.native_attention import NativeAttention
+from headrace.runner.cpu_operations import CpuOperations, load_operations
+from headrace.runner.layer_view import LayerView, PagedMask
+from headrace.runner.narrow_weights import NarrowProducts
+from headrace.runner.pool_store import CpuPoolStore
+from headrace.runner.substitutions import native_block, native_norm, rotary
+from headrace.runner.substitutions.fused_linear import fuse_projections
+from headrace.runner.substitutions.narrow_linear import NarrowLinear, substitute_narrow
+from headrace.runner.substitutions.native_block import NativeBlock, substitute_native_blocks
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="operations of the CPU")
+
+ENDS = (5, 40, 1, 17, 64, 300)
+
+
+@pytest.fixture(scope="module")
+def operations() -> CpuOperations:
+    loaded = load_operations()
+    if loaded is None:
+        pytest.skip("the native operations cannot be built here")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def products() -> NarrowProducts:
+    try:
+        return NarrowProducts(cpu_products._load())
+    except native_extension.ExtensionError as error:
+        pytest.skip(f"the extension cannot be built here: {error}")
+
+
+@pytest.fixture(autouse=True)
+def whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other processes may make anything look slow. Attention is bound as it was when a test is over."""
+    for module in (native_block, native_norm, rotary):
+        monkeypatch.setattr(module, "no_slower", lambda new, old: True)
+    yield
+    install()
+
+
+def prepared(name: str, bits: int, operations: CpuOperations, products: NarrowProducts) -> nn.Module:
+    """A tiny model as the loader and the build leave it, but for its blocks."""
+    model = tiny_model(name)
+    for _, module in model.named_modules():  # biases and norms that count
+        if type(module) is nn.RMSNorm:
+            module.weight = 1.0 + 0.2 * mx.random.normal(module.weight.shape)
+        elif type(module) is nn.Linear and "bias" in module:
+            module.bias = mx.random.normal(module.bias.shape)
+    if bits == 16:
+        model.set_dtype(mx.bfloat16)
+    else:
+        nn.quantize(model, 32, bits)
+    substitute_narrow(model, products)
+    model.apply(lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
+    rotary.substitute_rotary(model, operations)
+    native_norm.substitute_norms(model, operations)
+    fuse_projections(model, (NarrowLinear,))
+    install(NativeAttention(operations))
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[NativeBlock]:
+    return [module for _, module in model.named_modules() if isinstance(module, NativeBlock)]
+
+
+def step(
+    block: NativeBlock,
+    module: nn.Module,
+    x: mx.array,
+    ends: Sequence[int],
+    store: CpuPoolStore,
+    window: int | None,
+) -> list[mx.array]:
+    """Results of a decode forward of rows of ``ends`` positions, and the pools it leaves."""
+    view = native_block._view(block, store, ends)
+    out = module(x, PagedMask(window), cache=view)
+    mx.eval(out, *view.pool.changes)
+    return [out, view.pool.keys[0], view.pool.values[0]]
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_results_and_pools_are_those_of_single_operations(
+    operations: CpuOperations, products: NarrowProducts, name: str, bits: int, window: int | None
+) -> None:
+    model, store = prepared(name, bits, operations, products), CpuPoolStore(operations)
+    assert substitute_native_blocks(model, operations, store).startswith("decode blocks: ")
+    blocks = blocks_of(model)
+    assert len(blocks) == len(model.layers)
+    for block in blocks:
+        x = native_block._input(block, len(ENDS))
+        alone = step(block, block.inner, x, ENDS, store, window)
+        for expected, got in zip(alone, step(block, block, x, ENDS, store, window), strict=True):
+            assert mx.array_equal(expected, got)
+
+
+def test_a_row_does_not_see_the_others(operations: CpuOperations, products: NarrowProducts) -> None:
+    model, store = prepared("qwen3", 4, operations, products), CpuPoolStore(operations)
+    substitute_native_blocks(model, operations, store)
+    block, ends = blocks_of(model)[0], [33] * 18 + [70]
+    x = mx.broadcast_to(native_block._input(block, 1), (19, 1, 64))
+    together = step(block, block, x, ends, store, None)[0]
+    assert not mx.array_equal(together[0], together[1])  # other contexts
+    view = native_block._view(block, store, ends)
+    for row in (0, 7, 18):
+        assert mx.array_equal(block(x[:1], PagedMask(None), cache=row_of(view, row)), together[row : row + 1])
+
+
+def row_of(view: LayerView, row: int) -> LayerView:
+    """The view of one of its rows alone."""
+    batch, group, only = view.batch, view.group, slice(row, row + 1)
+    assert group.tables is not None and group.bases is not None
+    alone = replace(
+        group,
+        slots=group.slots[only],
+        tables=group.tables[only],
+        bases=group.bases[only],
+        firsts=group.firsts[only],
+    )
+    rows = replace(
+        batch,
+        offsets=batch.offsets[only],
+        ends=batch.ends[only],
+        starts=batch.starts[only],
+        lengths=batch.lengths[only],
+        groups=[alone],
+    )
+    return LayerView(view.pool, view.layer, rows)
+
+
+def test_prompts_and_strangers_go_to_the_unmodified_block(
+    operations: CpuOperations, products: NarrowProducts
+) -> None:
+    model, store = prepared("llama", 4, operations, products), CpuPoolStore(operations)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    expected = model(tokens)
+    substitute_native_blocks(model, operations, store)
+    block = blocks_of(model)[0]
+    assert mx.array_equal(model(tokens), expected)
+    view = native_block._view(block, store, [5, 9])
+    two = mx.zeros((2, 1, 64))
+    assert block.takes(two, PagedMask(None), view)
+    assert not block.takes(mx.zeros((2, 2, 64)), PagedMask(None), view)
+    assert not block.takes(two.astype(mx.bfloat16), PagedMask(None), view)
+    assert not block.takes(two, mx.zeros((1, 1)), view)
+    assert not block.takes(two, None, None)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "olmoe", "deepseek_v3"])
+def test_other_patterns_stay(operations: CpuOperations, products: NarrowProducts, name: str) -> None:
+    model = prepared(name, 8, operations, products)
+    substitute_native_blocks(model, operations, CpuPoolStore(operations))
+    assert not blocks_of(model)
+
+
+def test_a_wrong_block_is_left_out(
+    operations: CpuOperations, products: NarrowProducts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = prepared("llama", 4, operations, products), CpuPoolStore(operations)
+    model.layers[1].self_attn.scale *= 1.5  # what the native half takes over, so it stays right …
+    made = native_block._made
+
+    def broken(block: nn.Module, functions: CpuOperations) -> NativeBlock | None:
+        found = made(block, functions)
+        if block is model.layers[2]:
+            block.self_attn.scale *= 1.5  # … and is wrong when it changes later
+        return found
+
+    monkeypatch.setattr(native_block, "_made", broken)
+    assert substitute_native_blocks(model, operations, store) == "decode blocks: 2 of 3 are native"
+    assert [isinstance(layer, NativeBlock) for layer in model.layers] == [True, True, False]
+
+
+def test_sizes_that_do_not_fit_are_refused(operations: CpuOperations, products: NarrowProducts) -> None:
+    model, store = prepared("llama", 4, operations, products), CpuPoolStore(operations)
+    substitute_native_blocks(model, operations, store)
+    block = blocks_of(model)[0]
+    with pytest.raises(ValueError, match="rows of one token"):
+        block._feed_forward(mx.zeros((2, 2, 64)))
+    view = native_block._view(block, store, [5])
+    group, batch = view.group, view.batch
+    table = mx.zeros((1, 1, 1, 8))
+    places = [group.tables, group.bases, batch.offsets, batch.ends, group.slots, view.pool.marks[0]]
+    pools = [view.pool.keys[0], view.pool.values[0]]
+    x = mx.zeros((1, 1, 64))
+    with pytest.raises(ValueError, match="a table for each row"):
+        block._attend([x, table[..., :4], table, *places, *pools], 16, 0)
+    with pytest.raises(ValueError, match="float32 pools"):
+        block._attend([x, table, table, *places, pools[0].astype(mx.float16), pools[1]], 16, 0)
