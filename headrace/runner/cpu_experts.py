@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.switch_layers import SwitchGLU
 
+from headrace.runner.mlx_lm_adapter import SwitchGLU
 from headrace.runner.narrow_weights import (
     Activation,
     NarrowProducts,

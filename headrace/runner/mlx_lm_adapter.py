@@ -45,10 +45,11 @@ with _limits_kept():
     from mlx_lm import utils as _utils
     from mlx_lm.models import base as _base
     from mlx_lm.models import cache as _cache
+    from mlx_lm.models.activations import SwigluOAI
     from mlx_lm.models.rope_utils import Llama3RoPE
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-__all__ = ["Llama3RoPE", "QuantizedSwitchLinear", "SwiGLU", "SwitchGLU", "SwitchLinear"]
+__all__ = ["Llama3RoPE", "QuantizedSwitchLinear", "SwiGLU", "SwigluOAI", "SwitchGLU", "SwitchLinear"]
 
 ATTENTION_NAME = "scaled_dot_product_attention"
 

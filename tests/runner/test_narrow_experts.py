@@ -541,7 +541,7 @@ def test_what_is_wrong_is_found(products: NarrowProducts) -> None:
 def test_experts_stay_narrow_where_that_pays(
     products: NarrowProducts, monkeypatch: pytest.MonkeyPatch, rates: tuple[float, ...]
 ) -> None:
-    monkeypatch.setattr(cpu_products, "_measure", lambda _: Measured("", (2.0,), (2.0,), rates))
+    monkeypatch.setattr(cpu_products, "measure", lambda _: Measured("", (2.0,), (2.0,), rates))
     choice = cpu_products.choose(lambda: products._module)
     assert choice.kinds == (ALL if rates[0] > 1 else ("packed", "plain"))
     assert ("(widened)" in choice.note) == (rates[0] < 1)

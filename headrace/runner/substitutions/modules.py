@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchLinear
+
+from headrace.runner.mlx_lm_adapter import SwitchLinear
 
 
 def each_module(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import SwigluOAI
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
 from headrace.errors import StartupError
+from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwiGLU, SwigluOAI, SwitchGLU, SwitchLinear
 from headrace.runner.narrow_weights import (
     Activation,
     NarrowForm,
