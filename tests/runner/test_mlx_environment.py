@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,19 @@ print(os.environ.get("TMPDIR"))
 """
 
 
+def printed(program: str, environment: dict[str, str]) -> str:
+    child = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["TMPDIR", "TEMP"])
 def test_a_temporary_folder_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     clean = {key: value for key, value in os.environ.items() if key not in ("TMPDIR", "TMP", "TEMP", "TEMPDIR")}
-    wanted = {tmp_path / "nope": tempfile.gettempdir(), tmp_path / "file": tempfile.gettempdir()}
+    usual = printed("import tempfile; print(tempfile.gettempdir())", clean)  # not what this process has found
+    wanted = {tmp_path / "nope": usual, tmp_path / "file": usual}
     wanted[tmp_path] = str(tmp_path) if name == "TMPDIR" else "None"
     for folder, used in wanted.items():
-        child = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env={**clean, name: str(folder)}, capture_output=True, text=True
-        )
-        assert child.returncode == 0, child.stderr
-        assert Path(child.stdout.strip()) == Path(used)
+        assert Path(printed(PROGRAM, {**clean, name: str(folder)})) == Path(used)
