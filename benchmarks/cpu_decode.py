@@ -1,11 +1,11 @@
-"""Decode steps on the CPU with and without the native operations: ms a step, by rows and context.
+"""Decode steps on the CPU with halves of blocks as native operations, with single ones, and with MLX's: ms a step.
 
     python benchmarks/cpu_decode.py --model FILE.gguf
     python benchmarks/cpu_decode.py --model FOLDER --rows 1 8 32 --contexts 70 400 2000 --kv-cache-dtype int8
 
 One process, one copy of the weights per way; a few steps of each way in turns, each launched before the one
-ahead of it is read, as the engine does. Medians and best. The contexts are not computed: blocks are filled with
-random vectors, which takes as long to read.
+ahead of it is read, as the engine does. Median and best time, and CPU time of all threads. The contexts are not
+computed: blocks are filled with random vectors, which takes as long to read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from headrace.runner import blas
 
 _AHEAD = 3  # steps of a turn
 
-Seconds = dict[tuple[int, int], list[float]]
+WAYS = ("native", "single", "MLX")
+
+# By rows and context: wall and CPU time of a step.
+Seconds = dict[tuple[int, int], list[tuple[float, float]]]
 
 
 def main() -> int:
@@ -34,23 +37,25 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=(70, 400, 2000))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "int4"))
-    parser.add_argument("--only", choices=("native", "MLX"), help="one way alone")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="native, single operations, MLX's")
     arguments = parser.parse_args()
     blas.prepare()  # before MLX is imported
-    ways = [arguments.only] if arguments.only else ["native", "MLX"]
+    ways = arguments.ways
     times = measure(arguments, ways)
-    print("| rows × context | " + " | ".join(f"{way}: median, best ms" for way in ways) + " |")
+    print("| rows × context | " + " | ".join(f"{way}: median, best; CPU ms" for way in ways) + " |")
     print("|---|" + "---|" * len(ways))
     for cell in times[ways[0]]:
-        both = [(statistics.median(times[way][cell]) * 1e3, min(times[way][cell]) * 1e3) for way in ways]
-        shown = [f"{median:.1f}, {best:.1f}" for median, best in both]
+        shown = []
+        for way in ways:
+            wall, busy = zip(*times[way][cell], strict=True)
+            shown.append(f"{statistics.median(wall) * 1e3:.1f}, {min(wall) * 1e3:.1f}; {min(busy) * 1e3:.1f}")
         print(f"| {cell[0]} × {cell[1]} | " + " | ".join(shown) + " |")
     return 0
 
 
 def measure(arguments: argparse.Namespace, ways: Sequence[str]) -> dict[str, Seconds]:
     # The one built last binds its attention, which leaves the forwards of the other to MLX's operations.
-    runners = {way: Runner(arguments, native=way == "native") for way in sorted(ways)}
+    runners = {way: Runner(arguments, way) for way in sorted(ways)}
     times: dict[str, Seconds] = {way: {} for way in ways}
     for rows in arguments.rows:
         for context in arguments.contexts:
@@ -63,16 +68,18 @@ def measure(arguments: argparse.Namespace, ways: Sequence[str]) -> dict[str, Sec
 
 
 class Runner:
-    """The real runner over the model, its pools filled; ``native``: with native operations, where they build."""
+    """The real runner over the model, its pools filled."""
 
-    def __init__(self, arguments: argparse.Namespace, *, native: bool) -> None:
+    def __init__(self, arguments: argparse.Namespace, way: str) -> None:
         import mlx.core as mx
 
         from headrace.runner import build
 
-        load = build.load_operations
-        if not native:
+        load, blocks = build.load_operations, build.substitute_native_blocks
+        if way == "MLX":
             build.load_operations = lambda: None
+        if way == "single":
+            build.substitute_native_blocks = lambda *_: "decode blocks: single operations"
         longest = max(arguments.contexts) + _AHEAD * (arguments.steps + 2)
         config = EngineConfig(
             model=arguments.model,
@@ -83,8 +90,8 @@ class Runner:
             max_cache_blocks=max(arguments.rows) * (longest // 16 + 2),
         )
         built = build.build_runner(config, lambda stage, fraction: None)
-        build.load_operations = load
-        print(f"{'native' if native else 'MLX'}: {built.ready_info.attention}")
+        build.load_operations, build.substitute_native_blocks = load, blocks
+        print(f"{way}: {built.ready_info.attention}")
         self._runner = built.runner
         pool = built.runner._pool
         keys = iter(mx.random.split(mx.random.key(1), len(pool.state)))
@@ -95,10 +102,10 @@ class Runner:
         pool.state = for_each
         self._tables = {rows: Tables(built.layout, built.num_blocks, rows) for rows in arguments.rows}
 
-    def steps(self, rows: int, position: int) -> float:
-        """Seconds of a step, of some from ``position`` on."""
+    def steps(self, rows: int, position: int) -> tuple[float, float]:
+        """Seconds of a step, of some from ``position`` on, and of CPU time."""
         tables = self._tables[rows]
-        began, running = time.perf_counter(), None
+        began, busy, running = time.perf_counter(), time.process_time(), None
         for end in range(position, position + _AHEAD):
             decode = tuple(decode_row(i, end, tables.of(i, end)) for i in range(rows))
             launched = self._runner.launch(SchedulerOutput(0, decode=decode))
@@ -107,7 +114,7 @@ class Runner:
             running = launched
         assert running is not None
         running.result()
-        return (time.perf_counter() - began) / _AHEAD
+        return (time.perf_counter() - began) / _AHEAD, (time.process_time() - busy) / _AHEAD
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,9 +152,19 @@ def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
     nanobind, mlx = _package("nanobind"), _mlx_folder()
     assert compiler is not None and nanobind is not None and mlx is not None
     includes = [mlx / "include", nanobind / "include", nanobind / "ext/robin_map/include", python]
-    command = [compiler, *_FLAGS, *flags, *(f"-I{folder}" for folder in includes), *map(str, units)]
-    command += [str(nanobind / "src/nb_combined.cpp"), f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target)]
-    subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=True)
+    settings = [*_FLAGS, *flags, *(f"-I{folder}" for folder in includes)]
+
+    def run(*arguments: str) -> None:
+        command = [compiler, *settings, *arguments]
+        subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=True
+        )
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:  # units side by side
+        sources = [*units, nanobind / "src/nb_combined.cpp"]
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        list(pool.map(lambda source, made: run("-c", str(source), "-o", made), sources, objects))
+        run(*objects, f"-L{mlx / 'lib'}", "-lmlx", "-o", str(target))
 
 
 def _mlx_folder() -> Path | None:

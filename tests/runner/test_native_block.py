@@ -14,6 +14,7 @@ from headrace.runner import cpu_products, native_extension
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.native_attention import NativeAttention
 from headrace.runner.cpu_operations import CpuOperations, load_operations
+from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import LayerView, PagedMask
 from headrace.runner.narrow_weights import NarrowProducts
 from headrace.runner.pool_store import CpuPoolStore
@@ -25,6 +26,7 @@ from headrace.runner.substitutions.native_block import NativeBlock, substitute_n
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="operations of the CPU")
 
 ENDS = (5, 40, 1, 17, 64, 300)
+DECODE, PROMPTS = (1, 1, 1, 1, 1, 1), (5, 17, 1, 2, 40, 33)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +80,11 @@ def blocks_of(model: nn.Module) -> list[NativeBlock]:
 
 
 def step(
-    block: NativeBlock,
-    module: nn.Module,
-    x: mx.array,
-    ends: Sequence[int],
-    store: CpuPoolStore,
-    window: int | None,
+    block: NativeBlock, module: nn.Module, store: CpuPoolStore, new: Sequence[int], window: int | None = None
 ) -> list[mx.array]:
-    """Results of a decode forward of rows of ``ends`` positions, and the pools it leaves."""
-    view = native_block._view(block, store, ends)
+    """Results of a forward of the last ``new`` positions of some rows, and the pools it leaves."""
+    x, view = native_block._input(block, len(ENDS), max(new)), native_block._view(block, store, ENDS, new)
+    assert block.takes(x, PagedMask(window), view)
     out = module(x, PagedMask(window), cache=view)
     mx.eval(out, *view.pool.changes)
     return [out, view.pool.keys[0], view.pool.values[0]]
@@ -103,10 +101,10 @@ def test_results_and_pools_are_those_of_single_operations(
     blocks = blocks_of(model)
     assert len(blocks) == len(model.layers)
     for block in blocks:
-        x = native_block._input(block, len(ENDS))
-        alone = step(block, block.inner, x, ENDS, store, window)
-        for expected, got in zip(alone, step(block, block, x, ENDS, store, window), strict=True):
-            assert mx.array_equal(expected, got)
+        for new in (DECODE, PROMPTS):
+            alone = step(block, block.inner, store, new, window)
+            for expected, got in zip(alone, step(block, block, store, new, window), strict=True):
+                assert mx.array_equal(expected, got)
 
 
 def test_a_row_does_not_see_the_others(operations: CpuOperations, products: NarrowProducts) -> None:
@@ -114,9 +112,9 @@ def test_a_row_does_not_see_the_others(operations: CpuOperations, products: Narr
     substitute_native_blocks(model, operations, store)
     block, ends = blocks_of(model)[0], [33] * 18 + [70]
     x = mx.broadcast_to(native_block._input(block, 1), (19, 1, 64))
-    together = step(block, block, x, ends, store, None)[0]
+    view = native_block._view(block, store, ends, [1] * 19)
+    together = block(x, PagedMask(None), cache=view)
     assert not mx.array_equal(together[0], together[1])  # other contexts
-    view = native_block._view(block, store, ends)
     for row in (0, 7, 18):
         assert mx.array_equal(block(x[:1], PagedMask(None), cache=row_of(view, row)), together[row : row + 1])
 
@@ -143,19 +141,18 @@ def row_of(view: LayerView, row: int) -> LayerView:
     return LayerView(view.pool, view.layer, rows)
 
 
-def test_prompts_and_strangers_go_to_the_unmodified_block(
-    operations: CpuOperations, products: NarrowProducts
-) -> None:
+def test_strangers_go_to_the_unmodified_block(operations: CpuOperations, products: NarrowProducts) -> None:
     model, store = prepared("llama", 4, operations, products), CpuPoolStore(operations)
     tokens = mx.array([[3, 1, 4, 1, 5]])
     expected = model(tokens)
     substitute_native_blocks(model, operations, store)
     block = blocks_of(model)[0]
     assert mx.array_equal(model(tokens), expected)
-    view = native_block._view(block, store, [5, 9])
+    view = native_block._view(block, store, [5, 9], [1, 1])
     two = mx.zeros((2, 1, 64))
     assert block.takes(two, PagedMask(None), view)
-    assert not block.takes(mx.zeros((2, 2, 64)), PagedMask(None), view)
+    packed = KVPool([LayerShape(0, 2, 16, 16, mx.float32, 8)], [9], 16, head_major=True, store=store)
+    assert not block.takes(two, PagedMask(None), LayerView(packed, 0, view.batch))
     assert not block.takes(two.astype(mx.bfloat16), PagedMask(None), view)
     assert not block.takes(two, mx.zeros((1, 1)), view)
     assert not block.takes(two, None, None)
@@ -190,15 +187,16 @@ def test_sizes_that_do_not_fit_are_refused(operations: CpuOperations, products: 
     model, store = prepared("llama", 4, operations, products), CpuPoolStore(operations)
     substitute_native_blocks(model, operations, store)
     block = blocks_of(model)[0]
-    with pytest.raises(ValueError, match="rows of one token"):
-        block._feed_forward(mx.zeros((2, 2, 64)))
-    view = native_block._view(block, store, [5])
+    assert block._feed_forward is not None
+    with pytest.raises(ValueError, match="of its own width"):
+        block._feed_forward(mx.zeros((2, 2, 48)))
+    view = native_block._view(block, store, [5], [1])
     group, batch = view.group, view.batch
     table = mx.zeros((1, 1, 1, 8))
     places = [group.tables, group.bases, batch.offsets, batch.ends, group.slots, view.pool.marks[0]]
     pools = [view.pool.keys[0], view.pool.values[0]]
     x = mx.zeros((1, 1, 64))
-    with pytest.raises(ValueError, match="a table for each row"):
+    with pytest.raises(ValueError, match="a row for each token"):
         block._attend([x, table[..., :4], table, *places, *pools], 16, 0)
     with pytest.raises(ValueError, match="float32 pools"):
         block._attend([x, table, table, *places, pools[0].astype(mx.float16), pools[1]], 16, 0)

@@ -1,4 +1,4 @@
-// Halves of a Llama-pattern decoder block, each one operation of MLX for a decode step:
+// Halves of a Llama-pattern decoder block, each one operation of MLX:
 //
 //     AttentionHalf     h = x + out(attend(rotate(q), K, V)), with q, k, v = product(norm(x)); k and v are stored
 //     FeedForwardHalf   h + down(silu(gate(norm(h))) · up(norm(h)))
@@ -80,7 +80,7 @@ void check_vector(const mx::array& values, int size) {
 
 // Memory for the operation that is being evaluated, counted by MLX.
 float* temporary(mx::cpu::CommandEncoder& encoder, int64_t count) {
-  mx::array memory({int(count)}, mx::float32, nullptr, {});
+  mx::array memory({int((count + 1023) / 1024), 1024}, mx::float32, nullptr, {});  // a dimension is an int
   memory.set_data(mx::allocator::malloc(memory.nbytes()));
   float* floats = memory.data<float>();
   encoder.add_temporary(std::move(memory));
@@ -109,8 +109,8 @@ class BlockOperation : public mx::Primitive {
 };
 
 void check_rows(const mx::array& x, int width) {
-  if (x.ndim() != 3 || x.shape(1) != 1 || x.shape(2) != width || x.dtype() != mx::float32)
-    throw std::invalid_argument("a half of a block takes float32 rows of one token");
+  if (x.ndim() != 3 || x.shape(2) != width || x.dtype() != mx::float32)
+    throw std::invalid_argument("a half of a block takes float32 [rows, tokens, width] of its own width");
 }
 
 // -- attention ----------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ enum AttentionInput { kX, kCosine, kSine, kTables, kBases, kOffsets, kEnds, kSlo
 
 struct AttentionTask {
   std::shared_ptr<AttentionHalf> half;
-  int rows;
+  int rows, length, tokens;  // of all rows together
   const float* x;
   Rotation rotation;
   Attention attention;
@@ -165,37 +165,41 @@ struct AttentionTask {
     const AttentionHalf& m = *half;
     const AttentionSpec& s = m.spec;
     const int width = m.qkv.form.inputs;
-    m.functions->normed(x, floats_of(m.norm.weight), m.norm.eps, rows, width, normed);
-    Product product = product_of(m.qkv, normed, rows, q);
+    m.functions->normed(x, floats_of(m.norm.weight), m.norm.eps, tokens, width, normed);
+    Product product = product_of(m.qkv, normed, tokens, q);
     product.parts = 3;
     product.out[1] = k, product.out[2] = v;
     product.widths[0] = s.heads * s.dim, product.widths[1] = product.widths[2] = s.kv_heads * s.dim;
     compute(product, threads());
     turn(m.key_norm, k, s.kv_heads);
-    store(turned, keys), store(v, values);
+    store(turned, keys, int64_t(s.kv_heads) * length * s.dim, int64_t(length) * s.dim, s.dim);
+    store(v, values, int64_t(length) * s.kv_heads * s.dim, s.dim, int64_t(s.kv_heads) * s.dim);
     turn(m.query_norm, q, s.heads);
     m.functions->attended(attention);
-    compute(product_of(m.out, attended, rows, normed), threads());
-    add(x, normed, int64_t(rows) * width, h);
+    compute(product_of(m.out, attended, tokens, normed), threads());
+    add(x, normed, int64_t(tokens) * width, h);
     *mark = 0;
   }
 
-  // Heads [rows, heads, dim] -> `turned`, normed first where the model does that.
+  // Heads [rows, length, heads, dim] -> `turned` [rows, heads, length, dim], normed first where the model does that.
   void turn(const Norm& norm, float* heads, int count) const {
     const int dim = half->spec.dim;
     if (norm.weight.size())
-      half->functions->normed(heads, floats_of(norm.weight), norm.eps, int64_t(rows) * count, dim, heads);
+      half->functions->normed(heads, floats_of(norm.weight), norm.eps, int64_t(tokens) * count, dim, heads);
     Rotation call = rotation;
-    call.x = heads, call.heads = count, call.strides[0] = int64_t(count) * dim, call.strides[1] = dim;
+    call.x = heads, call.heads = count;
+    call.strides[0] = int64_t(length) * count * dim, call.strides[1] = dim, call.strides[2] = int64_t(count) * dim;
     half->functions->rotated(call);
   }
 
-  void store(const float* from, float* pool) const {
+  // Vectors whose rows, heads and positions are so many floats apart.
+  void store(const float* from, float* pool, int64_t row, int64_t head, int64_t position) const {
     const AttentionSpec& s = half->spec;
-    for (int row = 0; row < rows; row++)
-      for (int head = 0; head < s.kv_heads; head++)
-        std::memcpy(pool + (head * attention.keys.slots + slots[row]) * s.dim,
-                    from + (int64_t(row) * s.kv_heads + head) * s.dim, sizeof(float) * s.dim);
+    for (int r = 0; r < rows; r++)
+      for (int h = 0; h < s.kv_heads; h++)
+        for (int l = 0; l < length; l++)
+          std::memcpy(pool + (h * attention.keys.slots + slots[r * length + l]) * s.dim,
+                      from + r * row + h * head + l * position, sizeof(float) * s.dim);
   }
 };
 
@@ -214,22 +218,24 @@ class Attended : public BlockOperation {
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     const AttentionSpec& s = half_->spec;
-    const int rows = in[kX].shape(0), width = in[kX].shape(2), q = s.heads * s.dim, kv = s.kv_heads * s.dim;
-    AttentionTask task{half_, rows, in[kX].data<float>()};
-    float* at = temporary(encoder, int64_t(rows) * (width + 3 * q + 2 * kv));
-    const auto cut = [&](int each) { return std::exchange(at, at + int64_t(rows) * each); };
+    const int rows = in[kX].shape(0), length = in[kX].shape(1), tokens = rows * length, width = in[kX].shape(2);
+    const int q = s.heads * s.dim, kv = s.kv_heads * s.dim;
+    AttentionTask task{half_, rows, length, tokens, in[kX].data<float>()};
+    float* at = temporary(encoder, int64_t(tokens) * (width + 3 * q + 2 * kv));
+    const auto cut = [&](int each) { return std::exchange(at, at + int64_t(tokens) * each); };
     task.normed = cut(width), task.q = cut(q), task.turned = cut(q), task.attended = cut(q);
     task.k = cut(kv), task.v = cut(kv);
-    task.rotation = {nullptr, {0, 0, s.dim, 1}, in[kCosine].data<float>(), in[kSine].data<float>(),
-                     rows,    0,                1,                         s.dim / 2,
+    task.rotation = {nullptr, {0, 0, 0, 1}, in[kCosine].data<float>(), in[kSine].data<float>(),
+                     rows,    0,            length,                    s.dim / 2,
                      task.turned};
     Attention& call = task.attention;
-    call.batch = rows, call.length = 1, call.heads = s.heads, call.kv_heads = s.kv_heads;
+    call.batch = rows, call.length = length, call.heads = s.heads, call.kv_heads = s.kv_heads;
     call.block_size = block_size_, call.table_width = in[kTables].shape(1);
     call.window = window_, call.scale = s.scale;
     call.keys = cache_of(in[kKeys]), call.values = cache_of(in[kValues]);
     call.queries = task.turned;
-    call.query_strides[0] = q, call.query_strides[1] = call.query_strides[2] = s.dim, call.query_strides[3] = 1;
+    call.query_strides[0] = int64_t(length) * q, call.query_strides[1] = int64_t(length) * s.dim;
+    call.query_strides[2] = s.dim, call.query_strides[3] = 1;
     call.tables = in[kTables].data<int32_t>(), call.bases = in[kBases].data<int32_t>();
     call.offsets = in[kOffsets].data<int32_t>(), call.ends = in[kEnds].data<int32_t>();
     call.out = task.attended;
@@ -250,12 +256,13 @@ std::vector<mx::array> attended(std::shared_ptr<AttentionHalf> half, std::vector
                                 int window) {
   const AttentionSpec& s = half->spec;
   check_rows(inputs.at(kX), half->qkv.form.inputs);
-  const int rows = inputs[kX].shape(0);
+  const size_t tokens = size_t(inputs[kX].shape(0)) * inputs[kX].shape(1);
   for (int pool : {kKeys, kValues})
     if (inputs.at(pool).dtype() != mx::float32 || inputs[pool].shape(0) != s.kv_heads || inputs[pool].shape(2) != s.dim)
       throw std::invalid_argument("an attention half writes into float32 pools of its heads");
   for (int place : {kCosine, kSine}) {
-    if (inputs[place].size() != size_t(rows) * s.dim / 2) throw std::invalid_argument("a table for each row is needed");
+    if (inputs[place].size() != tokens * s.dim / 2)
+      throw std::invalid_argument("tables of rotations must have a row for each token");
     inputs[place] = mx::contiguous(inputs[place]);
   }
   inputs[kX] = mx::contiguous(inputs[kX]);
@@ -289,7 +296,7 @@ class FedForward : public BlockOperation {
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    const int rows = in[0].shape(0), width = in[0].shape(2);
+    const int rows = in[0].shape(0) * in[0].shape(1), width = in[0].shape(2);
     float* normed = temporary(encoder, int64_t(rows) * (width + half_->down.form.inputs));
     float* gated = normed + int64_t(rows) * width;
     encoder.dispatch([half = half_, x = in[0].data<float>(), rows, width, normed, gated, to = allocate(out[0])] {

@@ -1,11 +1,11 @@
-"""Module substitution, CPU with float32 activations: decode steps take half a decoder block as one operation.
+"""Module substitution, CPU with float32 activations: half a decoder block is one operation.
 
     attention       h = x + out(attend(rotate(q), K, V)), with q, k, v = product(norm(x)); k and v are stored
     feed-forward    h + down(silu(gate(norm(h))) * up(norm(h)))
 
 For one row MLX's and Python's work for some fifteen operations a block costs as much as the arithmetic. The native
-halves (``native/cpu_block.cpp``) call what those operations call, in their order. Prompts, packed pools and all
-that is not of the pattern go to the unmodified block, which keeps the weights; the halves refer to them.
+halves (``native/cpu_block.cpp``) call what those operations call, in their order. Packed pools and all that is not
+of the pattern go to the unmodified block, which keeps the weights; the halves refer to them.
 
 The pattern is found by structure and types: pre-norm residual, norms, rotations, narrow products and the gate
 already native. Every block is compared with the unmodified one over equal random pools, one of each form is timed.
@@ -44,7 +44,9 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _TOLERANCE = 1e-5
 _BLOCK_SIZE = 16
 _ENDS = (1, 70, 33, 200, 16, 17)
-_TIMED_ROWS = (1, 6)
+_NEW = (1, 40, 33, 7, 16, 2)
+# Rows and tokens of each.
+_TIMED = ((1, 1), (6, 1), (1, 64))
 
 
 class NativeBlock(nn.Module):  # type: ignore[misc]
@@ -77,7 +79,7 @@ class NativeBlock(nn.Module):  # type: ignore[misc]
             return self.inner(x, mask, cache=cache)  # type: ignore[no-any-return]
         pool, layer, group, batch = cache.pool, cache.layer, cache.group, cache.batch
         window = mask.window if isinstance(mask, PagedMask) else group.window
-        cosine, sine = self.inner.self_attn.rope.tables_of(batch.offsets, x.shape[0], 1)
+        cosine, sine = self.inner.self_attn.rope.tables_of(batch.offsets, *x.shape[:2])
         places = [group.tables, group.bases, batch.offsets, batch.ends, group.slots, pool.marks[layer]]
         inputs = [x, cosine, sine, *places, pool.keys[layer], pool.values[layer]]
         h, pool.marks[layer] = self._attend(inputs, pool.block_size, window or 0)
@@ -92,7 +94,6 @@ class NativeBlock(nn.Module):  # type: ignore[misc]
         shape = cache.pool.layers[cache.layer]
         return (
             x.ndim == 3
-            and x.shape[1] == 1
             and x.dtype == mx.float32
             and cache.pool.head_major
             and cache.pool.in_place
@@ -196,22 +197,26 @@ def _feed_forward(block: nn.Module, operations: CpuOperations) -> FeedForwardCal
 # -- right, and no slower ----------------------------------------------------------------------------------
 
 
-def _view(block: NativeBlock, store: Store, ends: Sequence[int]) -> LayerView:
-    """Rows of ``ends`` positions over a random pool, equal for equal arguments."""
+def _view(block: NativeBlock, store: Store, ends: Sequence[int], new: Sequence[int]) -> LayerView:
+    """Rows of ``ends`` positions, the last ``new`` of each to be computed, over a pool of fixed random values."""
     kv_heads, dim = block._pool
     layer = LayerShape(0, kv_heads, dim, dim, mx.float32)
-    return Case.random(LayerForm(layer, kv_heads, None, 0.0), ends, [1] * len(ends), _BLOCK_SIZE, store).tables
+    return Case.random(LayerForm(layer, kv_heads, None, 0.0), ends, new, _BLOCK_SIZE, store).tables
 
 
-def _input(block: NativeBlock, rows: int) -> mx.array:
+def _input(block: NativeBlock, rows: int, length: int = 1) -> mx.array:
     width = block.inner.input_layernorm.factors.size
-    return 0.1 * mx.random.normal((rows, 1, width), key=mx.random.key(1))
+    return 0.1 * mx.random.normal((rows, length, width), key=mx.random.key(1))
 
 
 def _right(block: NativeBlock, store: Store) -> bool:
-    """Whether a decode forward gives what the unmodified block gives, in results and in the pool."""
-    x, mask = _input(block, len(_ENDS)), PagedMask(None)
-    views = [_view(block, store, _ENDS) for _ in range(2)]
+    """Whether forwards give what the unmodified block gives, in results and in the pool."""
+    return all(_equal(block, store, new) for new in ([1] * len(_ENDS), _NEW))
+
+
+def _equal(block: NativeBlock, store: Store, new: Sequence[int]) -> bool:
+    x, mask = _input(block, len(_ENDS), max(new)), PagedMask(None)
+    views = [_view(block, store, _ENDS, new) for _ in range(2)]
     if not block.takes(x, mask, views[0]):
         return False
     expected, got = block.inner(x, mask, cache=views[0]), block(x, mask, cache=views[1])
@@ -227,8 +232,9 @@ def _right(block: NativeBlock, store: Store) -> bool:
 
 def _pays(block: NativeBlock, store: Store) -> bool:
     mask = PagedMask(None)
-    for rows in _TIMED_ROWS:
-        x, view = _input(block, rows), _view(block, store, _ENDS[:rows])
+    for rows, length in _TIMED:
+        ends = [max(end, length) for end in _ENDS[:rows]]
+        x, view = _input(block, rows, length), _view(block, store, ends, [length] * rows)
         if not no_slower(partial(block, x, mask, cache=view), partial(block.inner, x, mask, cache=view)):
             return False
     return True
