@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
 from window_decode import Tables, _random, decode_row
 
 from headrace.config import EngineConfig
@@ -26,7 +27,7 @@ _AHEAD = 3  # steps of a turn
 
 WAYS = ("native", "single", "MLX")
 
-# By rows and context: wall and CPU time of a step.
+# By rows and context: wall and CPU time of a step; 0 rows: of a prompt of that length.
 Seconds = dict[tuple[int, int], list[tuple[float, float]]]
 
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32))
     parser.add_argument("--contexts", type=int, nargs="+", default=(70, 400, 2000))
+    parser.add_argument("--prompts", type=int, nargs="+", default=(), help="and prompts of these lengths, alone")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "int4"))
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="native, single operations, MLX's")
@@ -49,7 +51,8 @@ def main() -> int:
         for way in ways:
             wall, busy = zip(*times[way][cell], strict=True)
             shown.append(f"{statistics.median(wall) * 1e3:.1f}, {min(wall) * 1e3:.1f}; {min(busy) * 1e3:.1f}")
-        print(f"| {cell[0]} × {cell[1]} | " + " | ".join(shown) + " |")
+        name = f"{cell[0]} × {cell[1]}" if cell[0] else f"prompt of {cell[1]}"
+        print(f"| {name} | " + " | ".join(shown) + " |")
     return 0
 
 
@@ -64,6 +67,12 @@ def measure(arguments: argparse.Namespace, ways: Sequence[str]) -> dict[str, Sec
                     taken = runner.steps(rows, context + _AHEAD * max(step, 0))
                     if step >= 0:
                         times[way].setdefault((rows, context), []).append(taken)
+    for length in arguments.prompts:
+        for step in range(-2, arguments.steps):
+            for way, runner in runners.items():
+                taken = runner.prompt(length)
+                if step >= 0:
+                    times[way].setdefault((0, length), []).append(taken)
     return times
 
 
@@ -80,7 +89,7 @@ class Runner:
             build.load_operations = lambda: None
         if way == "single":
             build.substitute_native_blocks = lambda *_: "decode blocks: single operations"
-        longest = max(arguments.contexts) + _AHEAD * (arguments.steps + 2)
+        longest = max(*arguments.contexts, *arguments.prompts, 0) + _AHEAD * (arguments.steps + 2)
         config = EngineConfig(
             model=arguments.model,
             max_num_seqs=max(arguments.rows),
@@ -115,6 +124,17 @@ class Runner:
         assert running is not None
         running.result()
         return (time.perf_counter() - began) / _AHEAD, (time.process_time() - busy) / _AHEAD
+
+    def prompt(self, length: int) -> tuple[float, float]:
+        """Seconds from the launch of a prompt to its first token, and of CPU time."""
+        row = decode_row(0, 0, next(iter(self._tables.values())).of(0, length))
+        tokens = tuple(5 + i % 90 for i in range(length))
+        row = msgspec.structs.replace(
+            row, num_tokens=length, token_ids=tokens, sample_position=length, num_prompt_tokens=length
+        )
+        began, busy = time.perf_counter(), time.process_time()
+        self._runner.launch(SchedulerOutput(0, prefill=(row,))).result()
+        return time.perf_counter() - began, time.process_time() - busy
 
 
 if __name__ == "__main__":

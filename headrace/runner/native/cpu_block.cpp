@@ -8,7 +8,7 @@
 
 #include "cpu_block.h"
 
-#include <array>
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -78,22 +78,47 @@ void check_vector(const mx::array& values, int size) {
     throw std::invalid_argument("a norm of the block has another width");
 }
 
-// Memory for the operation that is being evaluated, counted by MLX.
-float* temporary(mx::cpu::CommandEncoder& encoder, int64_t count) {
-  mx::array memory({int((count + 1023) / 1024), 1024}, mx::float32, nullptr, {});  // a dimension is an int
-  memory.set_data(mx::allocator::malloc(memory.nbytes()));
-  float* floats = memory.data<float>();
-  encoder.add_temporary(std::move(memory));
-  return floats;
-}
+// Memory of a running task. MLX evaluates a whole forward ahead of its tasks: what each one needs is taken when it runs.
+struct Scratch {
+  mx::allocator::Data data;
+  float* next;
 
-float* allocate(mx::array& out) {
-  out.set_data(mx::allocator::malloc(out.nbytes()));
+  explicit Scratch(int64_t count)
+      : data(mx::allocator::malloc(sizeof(float) * count)), next(static_cast<float*>(data.buffer().raw_ptr())) {}
+  float* cut(int64_t count) { return std::exchange(next, next + count); }
+};
+
+// [rows, length, width] of any strides.
+struct Tokens {
+  const float* data;
+  int rows, length, width;
+  int64_t strides[3];
+
+  explicit Tokens(const mx::array& x)
+      : data(x.data<float>()), rows(x.shape(0)), length(x.shape(1)), width(x.shape(2)),
+        strides{x.strides(0), x.strides(1), x.strides(2)} {}
+  int count() const { return rows * length; }
+
+  // Into `to`, which may be where they are already.
+  void copy(float* to) const {
+    if (to == data) return;
+    for (int r = 0; r < rows; r++)
+      for (int l = 0; l < length; l++, to += width)
+        for (int i = 0; i < width; i++) to[i] = data[r * strides[0] + l * strides[1] + i * strides[2]];
+  }
+};
+
+// The residual stream: in the memory of x where nobody else needs that.
+float* residual(const mx::array& x, mx::array& out) {
+  if (x.is_donatable() && x.flags().row_contiguous)
+    out.copy_shared_buffer(x);
+  else
+    out.set_data(mx::allocator::malloc(out.nbytes()));
   return out.data<float>();
 }
 
-void add(const float* x, const float* y, int64_t count, float* sum) {
-  for (int64_t i = 0; i < count; i++) sum[i] = x[i] + y[i];
+void add(const float* x, int64_t count, float* sum) {
+  for (int64_t i = 0; i < count; i++) sum[i] += x[i];
 }
 
 class BlockOperation : public mx::Primitive {
@@ -151,54 +176,59 @@ enum AttentionInput { kX, kCosine, kSine, kTables, kBases, kOffsets, kEnds, kSlo
 
 struct AttentionTask {
   std::shared_ptr<AttentionHalf> half;
-  int rows, length, tokens;  // of all rows together
-  const float* x;
+  Tokens x;
   Rotation rotation;
   Attention attention;
   const int32_t* slots;
-  float *keys, *values;             // pools
-  float *normed, *q, *k, *v, *turned, *attended;
+  float *keys, *values;  // pools
   float* h;
   int32_t* mark;
 
-  void operator()() const {
+  void operator()() {
     const AttentionHalf& m = *half;
     const AttentionSpec& s = m.spec;
-    const int width = m.qkv.form.inputs;
-    m.functions->normed(x, floats_of(m.norm.weight), m.norm.eps, tokens, width, normed);
-    Product product = product_of(m.qkv, normed, tokens, q);
+    const int64_t tokens = x.count(), q = int64_t(s.heads) * s.dim, kv = int64_t(s.kv_heads) * s.dim;
+    Scratch scratch(tokens * (x.width + 2 * q + 2 * kv + std::max(q, kv)));
+    float* normed = scratch.cut(tokens * x.width);
+    float *queries = scratch.cut(tokens * q), *k = scratch.cut(tokens * kv), *v = scratch.cut(tokens * kv);
+    float* attended = scratch.cut(tokens * q);
+    rotation.out = scratch.next;
+    x.copy(h);
+    m.functions->normed(h, floats_of(m.norm.weight), m.norm.eps, tokens, x.width, normed);
+    Product product = product_of(m.qkv, normed, tokens, queries);
     product.parts = 3;
     product.out[1] = k, product.out[2] = v;
-    product.widths[0] = s.heads * s.dim, product.widths[1] = product.widths[2] = s.kv_heads * s.dim;
+    product.widths[0] = q, product.widths[1] = product.widths[2] = kv;
     compute(product, threads());
     turn(m.key_norm, k, s.kv_heads);
-    store(turned, keys, int64_t(s.kv_heads) * length * s.dim, int64_t(length) * s.dim, s.dim);
-    store(v, values, int64_t(length) * s.kv_heads * s.dim, s.dim, int64_t(s.kv_heads) * s.dim);
-    turn(m.query_norm, q, s.heads);
+    store(rotation.out, keys, kv * x.length, int64_t(x.length) * s.dim, s.dim);
+    store(v, values, kv * x.length, s.dim, kv);
+    turn(m.query_norm, queries, s.heads);
+    attention.queries = rotation.out, attention.out = attended;
     m.functions->attended(attention);
     compute(product_of(m.out, attended, tokens, normed), threads());
-    add(x, normed, int64_t(tokens) * width, h);
+    add(normed, tokens * x.width, h);
     *mark = 0;
   }
 
-  // Heads [rows, length, heads, dim] -> `turned` [rows, heads, length, dim], normed first where the model does that.
-  void turn(const Norm& norm, float* heads, int count) const {
+  // Heads [rows, length, heads, dim] -> [rows, heads, length, dim], normed first where the model does that.
+  void turn(const Norm& norm, float* heads, int count) {
     const int dim = half->spec.dim;
     if (norm.weight.size())
-      half->functions->normed(heads, floats_of(norm.weight), norm.eps, int64_t(tokens) * count, dim, heads);
-    Rotation call = rotation;
-    call.x = heads, call.heads = count;
-    call.strides[0] = int64_t(length) * count * dim, call.strides[1] = dim, call.strides[2] = int64_t(count) * dim;
-    half->functions->rotated(call);
+      half->functions->normed(heads, floats_of(norm.weight), norm.eps, int64_t(x.count()) * count, dim, heads);
+    rotation.x = heads, rotation.heads = count;
+    rotation.strides[0] = int64_t(x.length) * count * dim, rotation.strides[1] = dim;
+    rotation.strides[2] = int64_t(count) * dim, rotation.strides[3] = 1;
+    half->functions->rotated(rotation);
   }
 
   // Vectors whose rows, heads and positions are so many floats apart.
   void store(const float* from, float* pool, int64_t row, int64_t head, int64_t position) const {
     const AttentionSpec& s = half->spec;
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < x.rows; r++)
       for (int h = 0; h < s.kv_heads; h++)
-        for (int l = 0; l < length; l++)
-          std::memcpy(pool + (h * attention.keys.slots + slots[r * length + l]) * s.dim,
+        for (int l = 0; l < x.length; l++)
+          std::memcpy(pool + (h * attention.keys.slots + slots[r * x.length + l]) * s.dim,
                       from + r * row + h * head + l * position, sizeof(float) * s.dim);
   }
 };
@@ -216,35 +246,28 @@ class Attended : public BlockOperation {
       : BlockOperation("headrace_attention_half"), half_(std::move(half)), block_size_(block_size), window_(window) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    auto& encoder = mx::cpu::get_command_encoder(stream());
+    if (!in[kCosine].flags().row_contiguous || !in[kSine].flags().row_contiguous)
+      throw std::runtime_error("tables of rotations must lie in one piece");
     const AttentionSpec& s = half_->spec;
-    const int rows = in[kX].shape(0), length = in[kX].shape(1), tokens = rows * length, width = in[kX].shape(2);
-    const int q = s.heads * s.dim, kv = s.kv_heads * s.dim;
-    AttentionTask task{half_, rows, length, tokens, in[kX].data<float>()};
-    float* at = temporary(encoder, int64_t(tokens) * (width + 3 * q + 2 * kv));
-    const auto cut = [&](int each) { return std::exchange(at, at + int64_t(tokens) * each); };
-    task.normed = cut(width), task.q = cut(q), task.turned = cut(q), task.attended = cut(q);
-    task.k = cut(kv), task.v = cut(kv);
-    task.rotation = {nullptr, {0, 0, 0, 1}, in[kCosine].data<float>(), in[kSine].data<float>(),
-                     rows,    0,            length,                    s.dim / 2,
-                     task.turned};
+    const Tokens x(in[kX]);
+    const int64_t q = int64_t(s.heads) * s.dim;
+    AttentionTask task{half_, x};
+    task.rotation = {nullptr, {}, in[kCosine].data<float>(), in[kSine].data<float>(), x.rows, 0, x.length, s.dim / 2};
     Attention& call = task.attention;
-    call.batch = rows, call.length = length, call.heads = s.heads, call.kv_heads = s.kv_heads;
+    call.batch = x.rows, call.length = x.length, call.heads = s.heads, call.kv_heads = s.kv_heads;
     call.block_size = block_size_, call.table_width = in[kTables].shape(1);
     call.window = window_, call.scale = s.scale;
     call.keys = cache_of(in[kKeys]), call.values = cache_of(in[kValues]);
-    call.queries = task.turned;
-    call.query_strides[0] = int64_t(length) * q, call.query_strides[1] = int64_t(length) * s.dim;
+    call.query_strides[0] = x.length * q, call.query_strides[1] = int64_t(x.length) * s.dim;
     call.query_strides[2] = s.dim, call.query_strides[3] = 1;
     call.tables = in[kTables].data<int32_t>(), call.bases = in[kBases].data<int32_t>();
     call.offsets = in[kOffsets].data<int32_t>(), call.ends = in[kEnds].data<int32_t>();
-    call.out = task.attended;
     task.slots = in[kSlots].data<int32_t>();
     task.keys = const_cast<float*>(in[kKeys].data<float>()), task.values = const_cast<float*>(in[kValues].data<float>());
-    task.h = allocate(out[0]);
+    task.h = residual(in[kX], out[0]);
     out[1].set_data(mx::allocator::malloc(out[1].nbytes()));
     task.mark = out[1].data<int32_t>();
-    encoder.dispatch(std::move(task));
+    mx::cpu::get_command_encoder(stream()).dispatch(std::move(task));
   }
 
  private:
@@ -260,12 +283,9 @@ std::vector<mx::array> attended(std::shared_ptr<AttentionHalf> half, std::vector
   for (int pool : {kKeys, kValues})
     if (inputs.at(pool).dtype() != mx::float32 || inputs[pool].shape(0) != s.kv_heads || inputs[pool].shape(2) != s.dim)
       throw std::invalid_argument("an attention half writes into float32 pools of its heads");
-  for (int place : {kCosine, kSine}) {
+  for (int place : {kCosine, kSine})
     if (inputs[place].size() != tokens * s.dim / 2)
       throw std::invalid_argument("tables of rotations must have a row for each token");
-    inputs[place] = mx::contiguous(inputs[place]);
-  }
-  inputs[kX] = mx::contiguous(inputs[kX]);
   const mx::Shape shape = inputs[kX].shape();
   auto operation = std::make_shared<Attended>(std::move(half), block_size, window);
   return mx::array::make_arrays({shape, {1}}, {mx::float32, mx::int32}, std::move(operation), inputs);
@@ -295,17 +315,18 @@ class FedForward : public BlockOperation {
       : BlockOperation("headrace_feed_forward_half"), half_(std::move(half)) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    const int rows = in[0].shape(0) * in[0].shape(1), width = in[0].shape(2);
-    float* normed = temporary(encoder, int64_t(rows) * (width + half_->down.form.inputs));
-    float* gated = normed + int64_t(rows) * width;
-    encoder.dispatch([half = half_, x = in[0].data<float>(), rows, width, normed, gated, to = allocate(out[0])] {
+    const auto task = [half = half_, x = Tokens(in[0]), h = residual(in[0], out[0])] {
       const FeedForwardHalf& m = *half;
-      m.functions->normed(x, floats_of(m.norm.weight), m.norm.eps, rows, width, normed);
-      compute(product_of(m.gate_up, normed, rows, gated, true), threads());
-      compute(product_of(m.down, gated, rows, normed), threads());
-      add(x, normed, int64_t(rows) * width, to);
-    });
+      const int64_t tokens = x.count(), hidden = m.down.form.inputs;
+      Scratch scratch(tokens * (x.width + hidden));
+      float *normed = scratch.cut(tokens * x.width), *gated = scratch.cut(tokens * hidden);
+      x.copy(h);
+      m.functions->normed(h, floats_of(m.norm.weight), m.norm.eps, tokens, x.width, normed);
+      compute(product_of(m.gate_up, normed, tokens, gated, true), threads());
+      compute(product_of(m.down, gated, tokens, normed), threads());
+      add(normed, tokens * x.width, h);
+    };
+    mx::cpu::get_command_encoder(stream()).dispatch(task);
   }
 
  private:
@@ -314,7 +335,7 @@ class FedForward : public BlockOperation {
 
 mx::array fed_forward(std::shared_ptr<FeedForwardHalf> half, const mx::array& h) {
   check_rows(h, half->gate_up.form.inputs);
-  return mx::array(h.shape(), mx::float32, std::make_shared<FedForward>(std::move(half)), {mx::contiguous(h)});
+  return mx::array(h.shape(), mx::float32, std::make_shared<FedForward>(std::move(half)), {h});
 }
 
 Norm norm_of(const std::optional<mx::array>& weight, float eps) { return {weight ? *weight : mx::zeros({0}), eps}; }
