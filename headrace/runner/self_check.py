@@ -78,6 +78,8 @@ def _choose(
             continue
         worst = max(difference(a, b) for a, b in zip(expected, got, strict=True))
         if worst <= TOLERANCE.get(found.layers[0].dtype.size, 0.08):
+            if faults:
+                log.info("this model runs in a slower way; in a faster one: %s", "; ".join(faults))
             return options
         faults.append(f"logits differ by {worst:.3f} of their spread")
     raise StartupError(

@@ -18,6 +18,7 @@ from test_decoder_block import FunctionalRotate, WrongPacking
 from tiny_models import CONFIGS, VOCAB, tiny_model
 
 from headrace.errors import StartupError
+from headrace.runner import self_check
 from headrace.runner.attention import slices
 from headrace.runner.attention.dispatch import install
 from headrace.runner.kv_layout import read_layout
@@ -158,6 +159,20 @@ def test_wrong_reads_are_found_and_a_slower_way_is_taken(
     assert options.materialize, "arrays are unpacked in another way, which is right"
     (line,) = caplog.messages
     assert "slower way" in line
+
+
+def test_a_slower_way_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    trial = self_check.run_trial
+
+    def picky(*arguments: Any, **more: Any) -> Any:
+        if not arguments[4].materialize:
+            raise TypeError("the model brings its own attention mask")
+        return trial(*arguments, **more)
+
+    monkeypatch.setattr(self_check, "run_trial", picky)
+    caplog.set_level("INFO", logger="headrace.runner")
+    assert choose(model_of("qwen3", mx.float32), "auto").materialize
+    assert [line for line in caplog.messages if "slower way" in line and "its own attention mask" in line]
 
 
 def test_nothing_right_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
