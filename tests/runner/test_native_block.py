@@ -62,6 +62,11 @@ def prepared(name: str, bits: int, operations: CpuOperations, products: NarrowPr
             module.weight = 1.0 + 0.2 * mx.random.normal(module.weight.shape)
         elif type(module) is nn.Linear and "bias" in module:
             module.bias = mx.random.normal(module.bias.shape)
+    narrowed(model, bits, operations, products)
+    return model
+
+
+def narrowed(model: nn.Module, bits: int, operations: CpuOperations, products: NarrowProducts) -> None:
     if bits == 16:
         model.set_dtype(mx.bfloat16)
     else:
@@ -72,7 +77,6 @@ def prepared(name: str, bits: int, operations: CpuOperations, products: NarrowPr
     native_norm.substitute_norms(model, operations)
     fuse_projections(model, (NarrowLinear,))
     install(NativeAttention(operations))
-    return model
 
 
 def blocks_of(model: nn.Module) -> list[NativeBlock]:
@@ -139,6 +143,31 @@ def row_of(view: LayerView, row: int) -> LayerView:
         groups=[alone],
     )
     return LayerView(view.pool, view.layer, rows)
+
+
+class OneMoreRMSNorm(nn.Module):
+    """Gemma's: multiplies by its weight plus one."""
+
+    def __init__(self, inner: nn.RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = inner.weight - 1.0, inner.eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1.0 + self.weight, self.eps)
+
+
+def test_norms_that_multiply_by_one_more(operations: CpuOperations, products: NarrowProducts) -> None:
+    model, store = tiny_model("qwen3"), CpuPoolStore(operations)
+    for layer in model.layers:
+        for owner, name in ((layer, "input_layernorm"), (layer.self_attn, "q_norm"), (layer.self_attn, "k_norm")):
+            owner[name].weight = 1.0 + 0.2 * mx.random.normal(owner[name].weight.shape)
+            owner[name] = OneMoreRMSNorm(owner[name])
+    narrowed(model, 4, operations, products)
+    substitute_native_blocks(model, operations, store)
+    assert len(blocks_of(model)) == len(model.layers)
+    for block in blocks_of(model):
+        pairs = zip(step(block, block.inner, store, DECODE), step(block, block, store, DECODE), strict=True)
+        assert all(mx.array_equal(expected, got) for expected, got in pairs)
 
 
 def test_strangers_go_to_the_unmodified_block(operations: CpuOperations, products: NarrowProducts) -> None:

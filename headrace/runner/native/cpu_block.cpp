@@ -304,7 +304,7 @@ struct FeedForwardHalf {
         gate_up(std::move(first)),
         down(std::move(second)) {
     check_vector(norm.weight, gate_up.form.inputs);
-    if (gate_up.form.outputs != 2 * down.form.inputs || down.form.outputs != gate_up.form.inputs || gate_up.bias.size())
+    if (gate_up.form.outputs != 2 * down.form.inputs || down.form.outputs != gate_up.form.inputs)
       throw std::invalid_argument("the widths of a feed-forward half do not fit together");
   }
 };
@@ -351,11 +351,12 @@ void bind_blocks(nb::module_& module) {
                        const mx::array& qkv, const Bias& qkv_bias, const Bias& query_norm, const Bias& key_norm,
                        float head_eps, int heads, int kv_heads, int dim, float scale,
                        const FormWords& out_form, const mx::array& out, const Bias& out_bias) {
+             evaluate({norm, query_norm ? *query_norm : norm, key_norm ? *key_norm : norm});
              auto half = std::make_shared<AttentionHalf>(
                  functions, norm, eps, Matrix(qkv_form, qkv, qkv_bias), norm_of(query_norm, head_eps),
                  norm_of(key_norm, head_eps), AttentionSpec{heads, kv_heads, dim, scale},
                  Matrix(out_form, out, out_bias));
-             evaluate({half->qkv.bias, half->out.bias, half->query_norm.weight, half->key_norm.weight});
+             evaluate({half->qkv.bias, half->out.bias, half->qkv.strips, half->out.strips});
              return half;
            }),
            nb::arg("functions"), nb::arg("norm"), nb::arg("eps"), nb::arg("qkv_form"), nb::arg("qkv"),
@@ -367,10 +368,11 @@ void bind_blocks(nb::module_& module) {
       .def(nb::new_([](uintptr_t functions, const mx::array& norm, float eps, const FormWords& gate_up_form,
                        const mx::array& gate_up, const FormWords& down_form, const mx::array& down,
                        const Bias& down_bias) {
+             evaluate({norm});
              auto half = std::make_shared<FeedForwardHalf>(functions, norm, eps,
                                                            Matrix(gate_up_form, gate_up, std::nullopt, true),
                                                            Matrix(down_form, down, down_bias));
-             evaluate({half->down.bias});
+             evaluate({half->down.bias, half->down.strips, half->gate_up.strips});
              return half;
            }),
            nb::arg("functions"), nb::arg("norm"), nb::arg("eps"), nb::arg("gate_up_form"), nb::arg("gate_up"),

@@ -28,11 +28,12 @@ from headrace.runner.layer_view import KVHandle, LayerView
 from headrace.runner.mlx_lm_adapter import Llama3RoPE, bound_attention
 from headrace.runner.small_rows import Dense, Norm, Product, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
+from headrace.runner.substitutions.modules import show_as
 from headrace.runner.substitutions.packed_linear import PackedLinear
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -86,9 +87,7 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         rotate: Rotate,
     ) -> None:
         super().__init__()
-        for name, value in vars(inner).items():
-            if not name.startswith("_"):
-                setattr(self, name, value)  # what the model's code reads of its blocks, such as use_sliding
+        show_as(self, inner)
         self.inner = inner
         self.attention = attention
         self.feed_forward = feed_forward
@@ -128,7 +127,7 @@ def attention_parts(block: nn.Module) -> AttentionParts | None:
     attention = block.self_attn
     children = set(attention.children())
     norm = norm_of(block.input_layernorm)
-    if children - _HEAD_NORMS != _ATTENTION or norm is None or bound_attention(attention) is None:
+    if children - HEAD_NORMS != ATTENTION or norm is None or bound_attention(attention) is None:
         return None
     qkv, out, rotary = fused_dense(attention.q_proj), dense_of(attention.o_proj), rotary_spec(attention)
     scale = getattr(attention, "scale", None)

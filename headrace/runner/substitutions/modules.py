@@ -30,6 +30,13 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
         owner[name] = module
 
 
+def show_as(module: nn.Module, inner: nn.Module) -> None:
+    """Give ``module`` what a model's code may read of the ``inner`` that it stands for, such as use_sliding."""
+    for name, value in vars(inner).items():
+        if not name.startswith("_"):
+            setattr(module, name, value)
+
+
 def agree(expected: mx.array, got: mx.array, tolerance: float) -> bool:
     """Whether no value differs by ``tolerance`` of the largest expected one; False where one is not finite."""
     worst = mx.max(mx.abs(expected - got)) / (mx.max(mx.abs(expected)) + 1e-6)

@@ -27,8 +27,9 @@ from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import bound_attention
 from headrace.runner.pool_store import Store
-from headrace.runner.substitutions.decoder_block import is_block
+from headrace.runner.substitutions.decoder_block import ATTENTION, HEAD_NORMS, is_block
 from headrace.runner.substitutions.fused_linear import FusedPart
+from headrace.runner.substitutions.modules import agree, show_as
 from headrace.runner.substitutions.narrow_linear import NarrowGatedMLP, NarrowLinear
 from headrace.runner.substitutions.native_norm import NativeNorm
 from headrace.runner.substitutions.rotary import TableRotary
@@ -38,8 +39,6 @@ from headrace.runner.timing import no_slower
 AttentionCall = Callable[[list[mx.array], int, int], tuple[mx.array, mx.array]]
 FeedForwardCall = Callable[[mx.array], mx.array]
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
 # Of the largest value; both ways are the same roundings, unless a norm's own way is MLX's.
 _TOLERANCE = 1e-5
 _BLOCK_SIZE = 16
@@ -66,9 +65,7 @@ class NativeBlock(nn.Module):  # type: ignore[misc]
         dim: int,
     ) -> None:
         super().__init__()
-        for name, value in vars(inner).items():
-            if not name.startswith("_"):
-                setattr(self, name, value)  # what the model's code reads of its blocks, such as use_sliding
+        show_as(self, inner)
         self.inner = inner
         self._attend = attend
         self._feed_forward = feed_forward
@@ -135,7 +132,7 @@ def _made(block: nn.Module, operations: CpuOperations) -> NativeBlock | None:
     children = set(attention.children())
     heads, kv_heads = getattr(attention, "n_heads", None), getattr(attention, "n_kv_heads", None)
     scale = getattr(attention, "scale", None)
-    if children - _HEAD_NORMS != _ATTENTION or bound_attention(attention) is None or type(norm) is not NativeNorm:
+    if children - HEAD_NORMS != ATTENTION or bound_attention(attention) is None or type(norm) is not NativeNorm:
         return None
     stacked = attention.q_proj.get("stacked") if isinstance(attention.q_proj, FusedPart) else None
     out, rope = attention.o_proj, attention.rope
@@ -143,7 +140,7 @@ def _made(block: nn.Module, operations: CpuOperations) -> NativeBlock | None:
         return None
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or not isinstance(scale, float):
         return None
-    norms = [attention.get(name) for name in sorted(_HEAD_NORMS)]
+    norms = [attention.get(name) for name in sorted(HEAD_NORMS)]
     if any(one is not None and type(one) is not NativeNorm for one in norms):
         return None
     key_norm, query_norm = cast("list[NativeNorm | None]", norms)
@@ -221,13 +218,9 @@ def _equal(block: NativeBlock, store: Store, new: Sequence[int]) -> bool:
         return False
     expected, got = block.inner(x, mask, cache=views[0]), block(x, mask, cache=views[1])
     mx.eval(expected, got, *(view.pool.changes for view in views))
-    pairs = [(expected, got)]
-    pairs += [(one.pool.keys[0], other.pool.keys[0]) for one, other in [views]]
-    pairs += [(one.pool.values[0], other.pool.values[0]) for one, other in [views]]
-    return all(
-        bool((mx.max(mx.abs(one - other)) <= _TOLERANCE * mx.max(mx.abs(one)) + 1e-6).item())
-        for one, other in pairs
-    )
+    one, other = (view.pool for view in views)
+    pairs = (expected, got), (one.keys[0], other.keys[0]), (one.values[0], other.values[0])
+    return all(agree(left, right, _TOLERANCE) for left, right in pairs)
 
 
 def _pays(block: NativeBlock, store: Store) -> bool:
