@@ -26,7 +26,7 @@ from headrace.runner.narrow_weights import (
     stack_packed,
     stack_plain,
 )
-from headrace.runner.timing import best_seconds
+from headrace.runner.timing import best_of_each
 
 Doubles = npt.NDArray[Any]
 
@@ -34,7 +34,6 @@ SILU = Activation("silu")
 ACTIVATIONS = (SILU, Activation("gelu"), Activation("clamped", 1.702, 7.0))
 # Of a mixture with rounded x, and of float32 sums, as a share of the largest result.
 _TOLERANCE = 1e-3
-_ROUNDS = 3
 
 
 def check(products: NarrowProducts) -> str:
@@ -153,8 +152,6 @@ def rates(products: NarrowProducts, numbers: tuple[int, ...]) -> tuple[float, ..
         mx.eval(x, chosen)
         runs: list[Callable[[], mx.array]] = [partial(module, x, chosen)]
         runs += [partial(products.mixture, x, chosen, gate_up, down, SILU) for gate_up, down in forms]
-        best = [float("inf")] * len(runs)
-        for _ in range(_ROUNDS):  # in turns: other processes may take the cores for a while
-            best = [min(so_far, best_seconds(run, 1, 1)) for so_far, run in zip(best, runs, strict=True)]
+        best = best_of_each(runs, 3, 1)
         found.append(best[0] / max(best[1:]))
     return tuple(found)

@@ -30,7 +30,7 @@ from headrace.files import appearing, cache_folder
 from headrace.runner import cpu_experts, native_extension
 from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts, narrow_packed, narrow_plain
 from headrace.runner.native_extension import Extension
-from headrace.runner.timing import best_seconds
+from headrace.runner.timing import best_of_each
 
 Doubles = npt.NDArray[Any]
 
@@ -50,8 +50,6 @@ SOURCES = (
 _MODULE = "headrace_cpu_products"
 _ROWS = (1, 16, 256)
 _OUTPUTS, _INPUTS = 2048, 1024
-# Of a measurement, and of one by which narrow weights lose: that stays for all starts.
-_ROUNDS, _MOST_ROUNDS = 8, 24
 # Of float32's, that narrow weights must have at every number of rows.
 _LEAST_RATE = 0.75
 # Of a product with rounded x, and of float32 sums, as a share of the largest result.
@@ -223,11 +221,7 @@ def measure(products: NarrowProducts, key: str = "") -> Measured:
             lambda x=x: products.product(x, packed),
             lambda x=x: products.product(x, plain),
         )
-        best = [float("inf")] * len(runs)
-        for done in range(_MOST_ROUNDS):  # in turns: other processes may take the cores for a while
-            if done >= _ROUNDS and best[0] > max(best[1:]):
-                break
-            best = [min(so_far, best_seconds(run, 1, 3)) for so_far, run in zip(best, runs, strict=True)]
+        best = best_of_each(runs, 8, 3)
         rates.append((best[0] / best[1], best[0] / best[2]))
     experts = cpu_experts.rates(products, _ROWS)
     return Measured(key, tuple(first for first, _ in rates), tuple(second for _, second in rates), experts)

@@ -147,7 +147,9 @@ def _python_headers() -> Path:
 def _compile(target: Path, units: Sequence[Path], flags: Sequence[str]) -> None:
     if (lack := missing()) is not None:
         raise ExtensionError(lack)
-    log.info("building %s, once on this machine: a minute or more", ", ".join(unit.name for unit in units))
+    log.info(
+        "building %s, once on this machine: half a minute on two cores", ", ".join(unit.name for unit in units)
+    )
     compiler, python = shutil.which("g++"), _python_headers()
     nanobind, mlx = _package("nanobind"), _mlx_folder()
     assert compiler is not None and nanobind is not None and mlx is not None

@@ -69,7 +69,7 @@ def test_a_build_is_in_the_log(
         for _ in range(2):
             native_extension._built(extension)
     assert [record.getMessage() for record in caplog.records] == [
-        "building one.cpp, once on this machine: a minute or more"
+        "building one.cpp, once on this machine: half a minute on two cores"
     ]
 
 
