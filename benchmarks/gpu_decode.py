@@ -84,6 +84,8 @@ class HeadraceStep:
         steps: int,
         options: RunnerOptions,
         sampling: SamplingKernel | None = None,
+        *,
+        early: bool = True,
     ) -> None:
         block_size = 32
         found = read_layout(model, block_size)
@@ -92,7 +94,7 @@ class HeadraceStep:
         pool = KVPool(found.layers, [rows * self.blocks + 1], block_size, head_major=not _on_gpu(), store=store)
         mx.eval(pool.state)
         vocab = int(model(mx.zeros((1, 1), mx.int32)).shape[-1])
-        recorder = Recorder.for_device()
+        recorder = Recorder.for_device(early=early)
         self.graphs = None if recorder is None else StepGraphs(recorder, GRAPH_BYTES)
         self.runner = ModelRunner(
             model, HeadSelector(), pool, found.layout, vocab, options, graphs=self.graphs, sampling=sampling
@@ -138,7 +140,7 @@ class HeadraceStep:
         return (time.perf_counter() - start) / steps
 
 
-def prepare(model: nn.Module) -> str:
+def prepare(model: nn.Module, *, early: bool = True) -> str:
     """Substitute modules and choose the attention as the server does at load; what was chosen."""
     found = read_layout(model, 32)
     heads = int(model.args.num_attention_heads)
@@ -147,7 +149,8 @@ def prepare(model: nn.Module) -> str:
     fuse_projections(model)
     note = choice.note
     if _on_gpu() and not mx.metal.is_available():
-        note = f"{note}; {substitute_decode_products(model, PoolStore.checked(), Recorder.for_device())}"
+        recorder = Recorder.for_device(early=early)
+        note = f"{note}; {substitute_decode_products(model, PoolStore.checked(), recorder)}"
     substitute_head(model)
     return note
 
@@ -159,8 +162,10 @@ def headrace_ms(
     steps: int,
     options: RunnerOptions,
     sampling: SamplingKernel | None = None,
+    *,
+    early: bool = True,
 ) -> float:
-    bench = HeadraceStep(model, rows, context, 3 * steps + 8, options, sampling)
+    bench = HeadraceStep(model, rows, context, 3 * steps + 8, options, sampling, early=early)
     bench.run(steps)
     best = min(bench.run(steps), bench.run(steps))
     bench.handle.result()
@@ -256,7 +261,8 @@ class Bench:
             both = not self.args.packed
             model = unpacked(name, model) if self.args.unpacked else held_packed(model, both=both)
             _clear()
-        kernel = prepare(model)
+        early = not self.args.no_early
+        kernel = prepare(model, early=early)
         sampling = choose_sampling(int(model(mx.zeros((1, 1), mx.int32)).shape[-1]))
         options = RunnerOptions(compile=_on_gpu() and not self.args.no_compile, max_prefill_rows=1)
         for rows, context in self.grid.cells(budget):
@@ -265,7 +271,9 @@ class Bench:
             cell["floor_ms"] = round((read[rows] + kv) / self.bandwidth * 1e3, 3)
             found = self.tried(
                 weight_bytes(model) + kv,
-                lambda r=rows, c=context: headrace_ms(model, r, c, self.args.steps, options, sampling),
+                lambda r=rows, c=context: headrace_ms(
+                    model, r, c, self.args.steps, options, sampling, early=early
+                ),
             )
             cell |= {f"headrace_{key}": value for key, value in found.items()} | peer.get((rows, context), {})
             if (rows, context) in torch_ms:
@@ -335,6 +343,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-early", action="store_true", help="no kernel begins before the one ahead has ended")
     parser.add_argument("--packed", action="store_true", help="hold packed weights on CUDA and no others")
     parser.add_argument("--unpacked", action="store_true", help="unpack weights on CUDA")
     parser.add_argument(

@@ -52,6 +52,31 @@ METAL_NAMES = """
 """
 
 
+# What the names of kernels have in them that wait themselves for what comes before them (see EARLY_START).
+WAITING = "_waiting"
+# A kernel may be started while the one before it still runs (native/graph_overlap.h). NEXT_MAY_START: so may the
+# one after this; all of a block's work can still be ahead. Before WAIT_FOR_EARLIER a kernel reads what no kernel
+# writes, such as weights, and writes nothing; behind it all is as if it had been started then. PTX ISA,
+# griddepcontrol.
+EARLY_START = """
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define NEXT_MAY_START() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
+#define WAIT_FOR_EARLIER() asm volatile("griddepcontrol.wait;" ::: "memory")
+#else
+#define NEXT_MAY_START()
+#define WAIT_FOR_EARLIER()
+#endif
+"""
+_LEAST_CAPABILITY = 9
+
+
+def launches_early() -> bool:
+    """Whether the default device can start a kernel before the one ahead of it has ended."""
+    if mx.default_device() != mx.gpu or mx.metal.is_available():
+        return False
+    return int(mx.device_info().get("compute_capability_major", 0)) >= _LEAST_CAPABILITY
+
+
 def compact(source: str) -> str:
     """``source`` without comments and indentation: MLX hashes a kernel's whole text each time it is used."""
     lines = (re.sub(r"//.*", "", line).strip() for line in source.splitlines())
@@ -72,8 +97,14 @@ def cuda_kernel(
     MLX hashes the text at every use of a kernel; a few thousand characters cost as much there as the launch. The
     files are named by what they hold. Each form is compiled before it is first run, or found in the cache
     (``kernel_cache.py``).
+
+    A source that does not say itself when the next kernel may start begins with that, and waits.
     """
-    texts = given = [compact(header), compact(source)]
+    if "NEXT_MAY_START" not in source:
+        source = f"NEXT_MAY_START();\nWAIT_FOR_EARLIER();\n{source}"
+    if launches_early():
+        name += WAITING
+    texts = given = [compact(EARLY_START + header), compact(source)]
     with suppress(OSError, StartupError):  # without a cache folder the whole text does as well
         given = [_included(text) for text in texts]
     # MLX passes the shapes that it finds in the text.

@@ -182,6 +182,7 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
       }
     }
   }
+  WAIT_FOR_EARLIER();
   for (; left > 0; left -= DEEP * STEP) {
     #pragma unroll
     for (int d = 0; d < DEEP; ++d) {

@@ -67,7 +67,8 @@ DEVICE float of_bits(int x) { return __int_as_float(x); }
 # accumulate: sums of chunks [from, to) of NT weight tiles and MT tiles of 8 rows, in fragments. Per lane, with
 # g = lane / 4 and t = lane % 4: weights[n] and inputs[m] point at row g of their tile, position 8 t; total[n][m]
 # holds output g of row 2 t, row 2 t + 1, then output g + 8 of both. With NORMED, squares[m] sums up the squares of
-# the lane's inputs.
+# the lane's inputs. The first weights are asked for before what comes earlier has ended (EARLY_START in
+# kernel_language.py): a weight matrix is one that no kernel writes.
 # gather: adds up the warps' sums in pairs, then leaves them in shared memory as [W / 2][NT][MT][4][32 lanes].
 PRODUCT = """
 DEVICE void normalize(uint4& x, const uint4& by, float& squares) {
@@ -79,22 +80,35 @@ DEVICE void normalize(uint4& x, const uint4& by, float& squares) {
     v[i] = scaled(v[i], s[i]);
   }
 }
+// DEEP chunks of weights from one on; those from ``to`` on are zero.
+template <typename T, int NT, int DEEP>
+DEVICE void load_weights(uint4 (&a)[DEEP][NT], uint4 (&b)[DEEP][NT], const T* const (&weights)[NT], int K,
+                         int chunk, int to) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  #pragma unroll
+  for (int d = 0; d < DEEP; ++d) {
+    const int k = (chunk + d) * 32;
+    #pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      a[d][n] = chunk + d < to ? stream(weights[n] + k) : zero;
+      b[d][n] = chunk + d < to ? stream(weights[n] + size_t(8) * K + k) : zero;
+    }
+  }
+}
 template <typename T, int MT, int NT, bool NORMED, int DEEP>
 DEVICE void accumulate(float (&total)[NT][MT][4], float (&squares)[MT], const T* const (&weights)[NT],
                        const T* const (&inputs)[MT], const bool (&real)[MT], const T* norm, int K, int from,
                        int to) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
+  uint4 a[DEEP][NT], b[DEEP][NT];
+  load_weights<T, NT, DEEP>(a, b, weights, K, from, to);
+  WAIT_FOR_EARLIER();
   for (int chunk = from; chunk < to; chunk += DEEP) {
-    uint4 a[DEEP][NT], b[DEEP][NT], in[DEEP][MT], gain[DEEP];
+    uint4 in[DEEP][MT], gain[DEEP];
     #pragma unroll
     for (int d = 0; d < DEEP; ++d) {
       const int k = (chunk + d) * 32;
       const bool inside = chunk + d < to;
-      #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        a[d][n] = inside ? stream(weights[n] + k) : zero;
-        b[d][n] = inside ? stream(weights[n] + size_t(8) * K + k) : zero;
-      }
       #pragma unroll
       for (int m = 0; m < MT; ++m) in[d][m] = inside && real[m] ? cached(inputs[m] + k) : zero;
       if (NORMED) gain[d] = inside ? cached(norm + k) : zero;
@@ -111,6 +125,7 @@ DEVICE void accumulate(float (&total)[NT][MT][4], float (&squares)[MT], const T*
         }
       }
     }
+    if (chunk + DEEP < to) load_weights<T, NT, DEEP>(a, b, weights, K, chunk + DEEP, to);
   }
 }
 template <int W, int MT, int NT, bool NORMED>
@@ -162,6 +177,7 @@ DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up;
 # w's first half is the gate's. With PACKED (packed_rows_source.py) BITS, GROUP and WHOLE (rows are whole chunks)
 # are constants too, w [N, K * BITS / 32] are words, and after them come scales and biases [N, K / GROUP].
 BODY = """
+  NEXT_MAY_START();
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
   __shared__ float factors[MT * 8];

@@ -9,6 +9,8 @@ used: the first two steps run as ever (tracing, measuring kernels, filling cache
 runs, the fourth runs both ways and is compared bit for bit, and from then on steps are replayed. Running a step a
 second time is harmless: it writes the same keys and values to the same slots.
 
+Replayed kernels of our own begin while the ones before them end (``native/graph_overlap.h``).
+
 A recording keeps all its intermediate arrays. Together they are bounded (the memory plan counts the bound); the
 recording that was not used for the longest time goes first.
 """
@@ -28,11 +30,14 @@ import numpy as np
 
 from headrace.runner.device_arrays import MARK_SHAPE, on_device
 from headrace.runner.input_batch import HostInts
+from headrace.runner.kernel_language import WAITING, launches_early
 from headrace.runner.native_extension import CUDA_HEADERS, Extension, ExtensionError, load
 
 log = logging.getLogger("headrace.runner")
 
-EXTENSION = Extension("headrace_step_graph", ("step_graph.cpp", *CUDA_HEADERS), include="cuda_names")
+EXTENSION = Extension(
+    "headrace_step_graph", ("step_graph.cpp", "graph_overlap.h", *CUDA_HEADERS), include="cuda_names"
+)
 
 # Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
 Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
@@ -58,18 +63,23 @@ class Recorder:
 
     Args:
         native: the extension module of ``step_graph.cpp``.
+        early: whether kernels that wait for themselves may begin early.
     """
 
-    def __init__(self, native: ModuleType) -> None:
+    def __init__(self, native: ModuleType, *, early: bool = False) -> None:
         self.native = native
+        self._tag = WAITING if early else ""
 
     @staticmethod
-    def for_device() -> Recorder | None:
-        """The recorder of a CUDA device; None elsewhere, and where the extension cannot be built (logged)."""
+    def for_device(*, early: bool = True) -> Recorder | None:
+        """The recorder of a CUDA device; None elsewhere, and where the extension cannot be built (logged).
+
+        ``early``: see above, where the device can.
+        """
         if mx.default_device() != mx.gpu or mx.metal.is_available():
             return None
         try:
-            return Recorder(load(EXTENSION))
+            return Recorder(load(EXTENSION), early=early and launches_early())
         except ExtensionError as error:
             log.warning("decode steps are not recorded, which costs the host time: %s", error)
             return None
@@ -79,7 +89,7 @@ class Recorder:
 
         Whatever ``build`` takes must have been evaluated. ``recording.error``: why it cannot be replayed, or "".
         """
-        graph = self.native.StepGraph()
+        graph = self.native.StepGraph(self._tag)
         graph.begin()
         try:
             arrays = build()
@@ -231,7 +241,11 @@ class StepGraphs:
         replayed, _ = self._replay(bucket, tokens, sent, after)
         if mx.array_equal(replayed, logits.astype(mx.float32), equal_nan=True).item():
             bucket.trusted = True
-            log.debug("decode step recorded: %d kernels, %d bytes", bucket.graph.nodes, bucket.nbytes)
+            graph = bucket.graph
+            log.debug(
+                "decode step recorded: %d kernels, %d begin early, %d bytes; %s",
+                graph.nodes, graph.early, bucket.nbytes, graph.refusal,
+            )  # fmt: skip
         else:
             self._refuse(bucket, "its logits are not those of the step")
         return logits, after

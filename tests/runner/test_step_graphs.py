@@ -29,6 +29,8 @@ class PlayedGraph:
 
     error: str = ""
     nodes: int = 7
+    early: int = 5
+    refusal: str = ""
     bound: list[tuple[int, ...]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -64,7 +66,7 @@ class PlayedDevice:
         self._error, self._off_by = error, off_by
         self.replays = 0
 
-    def StepGraph(self) -> PlayedGraph:
+    def StepGraph(self, tag: str) -> PlayedGraph:
         return PlayedGraph(self._error)
 
     def mark(self, graph: PlayedGraph, arrays: list[mx.array]) -> mx.array:

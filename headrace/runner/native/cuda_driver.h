@@ -21,6 +21,20 @@ namespace headrace::cuda {
 constexpr unsigned kNoTiming = 2;     // of an event
 constexpr unsigned kNonBlocking = 1;  // of a stream
 
+// CUgraphEdgeData: all zero for an edge that waits for the whole of the node before.
+struct EdgeData {
+  unsigned char from_port = 0, to_port = 0, type = 0;
+  unsigned char reserved[5] = {};
+};
+
+// CUDA_KERNEL_NODE_PARAMS_v2.
+struct KernelNodeParams {
+  CUfunction function;
+  unsigned grid[3], block[3], shared_bytes;
+  void **parameters, **extra;
+  void *kernel, *context;
+};
+
 struct Driver {
   int (*add_dependencies)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, size_t);
   int (*get_nodes)(CUgraph_st*, CUgraphNode*, size_t*);
@@ -42,6 +56,18 @@ struct Driver {
   int (*wait_stream)(CUstream_st*);
   int (*destroy_stream)(CUstream_st*);
   int (*error_string)(int, const char**);
+  int (*clone)(CUgraph_st**, CUgraph_st*);
+  int (*destroy_graph)(CUgraph_st*);
+  // Null where the driver is older than CUDA 12.3.
+  int (*get_edges)(CUgraph_st*, CUgraphNode*, CUgraphNode*, EdgeData*, size_t*);
+  int (*add_edges)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, EdgeData const*, size_t);
+  int (*remove_dependencies)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, EdgeData const*, size_t);
+  int (*kernel_parameters)(CUgraphNode, KernelNodeParams*);
+  int (*function_name)(const char**, CUfunction);
+
+  bool can_overlap() const {
+    return get_edges && add_edges && remove_dependencies && kernel_parameters && function_name;
+  }
 
   static const Driver& get() {
     static const Driver driver;
@@ -52,8 +78,11 @@ struct Driver {
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error("CUDA's driver is not there");
-    auto find = [&](auto& function, const char* name) {
+    auto look_for = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    };
+    auto find = [&](auto& function, const char* name) {
+      look_for(function, name);
       if (!function) throw std::runtime_error(std::string("CUDA's driver lacks ") + name);
     };
     find(add_dependencies, "cuGraphAddDependencies");
@@ -76,6 +105,13 @@ struct Driver {
     find(wait_stream, "cuStreamSynchronize");
     find(destroy_stream, "cuStreamDestroy_v2");
     find(error_string, "cuGetErrorString");
+    find(clone, "cuGraphClone");
+    find(destroy_graph, "cuGraphDestroy");
+    look_for(get_edges, "cuGraphGetEdges_v2");
+    look_for(add_edges, "cuGraphAddDependencies_v2");
+    look_for(remove_dependencies, "cuGraphRemoveDependencies_v2");
+    look_for(kernel_parameters, "cuGraphKernelNodeGetParams_v2");
+    look_for(function_name, "cuFuncGetName");
   }
 };
 

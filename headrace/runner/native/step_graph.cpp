@@ -49,6 +49,7 @@
 #undef private
 
 #include "cuda_driver.h"
+#include "graph_overlap.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -60,25 +61,18 @@ using headrace::cuda::check;
 using headrace::cuda::Driver;
 using headrace::cuda::Outbox;
 
-enum NodeType : int { kKernel = 0, kMemset = 2, kGraph = 4, kEmpty = 5 };
-
 // Nodes of a graph and the graphs in it. Throws where a node would not do the same again: a copy from the host's
 // memory, say, which is gone by then.
 size_t count_nodes(CUgraph_st* graph) {
-  auto& driver = Driver::get();
-  size_t count = 0;
-  check(driver.get_nodes(graph, nullptr, &count), "reading the step's graph");
-  std::vector<CUgraphNode> nodes(count);
-  check(driver.get_nodes(graph, nodes.data(), &count), "reading the step's graph");
   size_t total = 0;
-  for (auto node : nodes) {
-    int type = -1;
-    check(driver.node_type(node, &type), "reading the step's graph");
-    if (type == kGraph) {
+  for (auto node : headrace::cuda::nodes_of(graph)) {
+    int type = headrace::cuda::type_of(node);
+    if (type == headrace::cuda::kGraph) {
       CUgraph_st* child = nullptr;
-      check(driver.child_graph(node, &child), "reading the step's graph");
+      check(Driver::get().child_graph(node, &child), "reading the step's graph");
       total += count_nodes(child);
-    } else if (type == kKernel || type == kMemset || type == kEmpty) {
+    } else if (type == headrace::cuda::kKernel || type == headrace::cuda::kMemset ||
+               type == headrace::cuda::kEmpty) {
       total++;
     } else {
       throw std::runtime_error("the step has an operation that cannot be replayed (node type " +
@@ -92,7 +86,8 @@ size_t count_nodes(CUgraph_st* graph) {
 
 class StepGraph : public std::enable_shared_from_this<StepGraph> {
  public:
-  explicit StepGraph() : stream_(mx::default_stream(mx::Device::gpu)) {}
+  // `tag`: what the names of kernels have in them that may begin early (graph_overlap.h); empty: none may.
+  explicit StepGraph(std::string tag) : stream_(mx::default_stream(mx::Device::gpu)), tag_(std::move(tag)) {}
 
   ~StepGraph() {
     if (exec_) Driver::get().destroy(exec_);
@@ -122,7 +117,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
         to.clear();
       }
       nodes_ = count_nodes(graph);
-      check(Driver::get().instantiate(&exec_, graph, 0), "instantiating the step");
+      instantiate(graph);
       kept_ = encoder.temporaries_;
     } catch (const std::exception& error) {
       error_ = error.what();
@@ -191,12 +186,35 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   const std::vector<mx::array>& results() const { return results_; }
   mx::Stream stream() const { return stream_; }
   size_t nodes() const { return nodes_; }
+  size_t early() const { return early_; }
   const std::string& error() const { return error_; }
+  const std::string& refusal() const { return refusal_; }
 
  private:
   mx::cu::CommandEncoder& encoder() { return mx::cu::get_command_encoder(stream_); }
 
+  // With kernels that begin early where the driver takes that, as MLX has ordered them elsewhere. MLX launches its
+  // graph for this one step, so another is changed.
+  void instantiate(CUgraph_st* graph) {
+    auto& driver = Driver::get();
+    CUgraph_st* own = nullptr;
+    if (!tag_.empty() && driver.clone(&own, graph) == 0) {
+      try {
+        early_ = headrace::cuda::overlap(own, tag_);
+        if (early_ > 0) check(driver.instantiate(&exec_, own, 0), "instantiating the step");
+      } catch (const std::exception& error) {
+        refusal_ = error.what();
+        early_ = 0;
+        exec_ = nullptr;
+      }
+      driver.destroy_graph(own);
+    }
+    if (!exec_) check(driver.instantiate(&exec_, graph, 0), "instantiating the step");
+  }
+
   mx::Stream stream_;
+  std::string tag_, refusal_;
+  size_t early_ = 0;
   CUgraphExec_st* exec_ = nullptr;
   size_t nodes_ = 0;
   std::string error_;
@@ -312,12 +330,14 @@ std::vector<mx::array> replay(std::shared_ptr<StepGraph> graph, const mx::array&
 
 NB_MODULE(headrace_step_graph, m) {
   nb::class_<StepGraph>(m, "StepGraph")
-      .def(nb::new_([] { return std::make_shared<StepGraph>(); }))
+      .def(nb::new_([](std::string tag) { return std::make_shared<StepGraph>(std::move(tag)); }))
       .def("begin", &StepGraph::begin)
       .def("end", &StepGraph::end)
       .def("bind", &StepGraph::bind)
       .def("seconds", &StepGraph::seconds)
       .def_prop_ro("nodes", &StepGraph::nodes)
+      .def_prop_ro("early", &StepGraph::early)
+      .def_prop_ro("refusal", &StepGraph::refusal)
       .def_prop_ro("error", &StepGraph::error);
   nb::class_<Reader>(m, "Reader")
       .def(nb::init<>())

@@ -89,6 +89,8 @@ ROUTE = """
 # With PACKED, w and up are words [E, N, K * BITS / 32], each followed by its scales and biases [E, N, K / GROUP]:
 # w_scales, w_biases, up_scales, up_biases.
 EXPERTS = """
+  NEXT_MAY_START();
+  WAIT_FOR_EARLIER();
   __shared__ float sums[W / 2][NT * MT * 128];
   __shared__ float row_squares[W][MT * 8];
   __shared__ float factors[MT * 8];

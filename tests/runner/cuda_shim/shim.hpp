@@ -9,6 +9,8 @@
 #define __noinline__ inline
 #define DEVICE static inline
 #define __syncthreads() shim::group_barrier()
+#define NEXT_MAY_START()
+#define WAIT_FOR_EARLIER()
 
 struct uint4 {
   unsigned x, y, z, w;
