@@ -50,6 +50,13 @@ CHECKED_LAYERS = 4
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
 Form = tuple[str, int, int, bool, str]
 KINDS = (mx.bfloat16, mx.float16)
+# Adds the first of a row's results ``y [B, N]`` to ``x [B, 1, K]``: what comes next depends on it.
+_THEN = """
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const int at = blockIdx.y * x_shape[2] + i;
+  if (i < x_shape[2]) z[at] = T(float(x[at]) + float(y[blockIdx.y * y_shape[1]]));
+"""
+_THEN_THREADS = 256
 # How the kernel cuts a product; None: MLX's product instead.
 Way = Tiling | None
 # From so many rows on, weights are unpacked for MLX's product. That over packed ones is then another kernel, which
@@ -193,6 +200,7 @@ class KernelProducts:
         parts = (*given, *(["GATE"] if gated else []), *([] if packed is None else ["PACKED"]))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         eps = 0.0 if norm is None else norm.eps
+        tiles = outputs // (16 * tiling.wide)
         y: mx.array = self._kernel(parts, tiling)(
             inputs=[x, *weights, *given.values()],
             template=[
@@ -204,7 +212,7 @@ class KernelProducts:
                 ("EPS", int(np.float32(eps).view(np.int32))),
                 *([] if packed is None else packed_constants(packed)),
             ],
-            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, outputs // (16 * tiling.wide), 1),
+            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, min(tiles, tiling.blocks or tiles), 1),
             threadgroup=(tiling.warps * 32, 1, 1),
             output_shapes=[shape],
             output_dtypes=[x.dtype],
@@ -424,11 +432,22 @@ def _cost(by: Products, products: Sequence[Product], x: mx.array, recorder: Reco
 def _chained(by: Products, products: Sequence[Product], inputs: Sequence[mx.array]) -> list[mx.array]:
     """Each product after the one before it, as in a step: side by side they would hide their beginnings and ends.
 
-    The addition in between is one more small kernel for whatever way is measured.
+    The addition in between is one more small kernel for whatever way is measured. It is of our own, so that a
+    product may begin early as it does behind rotation or attention.
     """
+    then = cuda_kernel(name="then", input_names=["x", "y"], output_names=["z"], source=_THEN)
     y = by(inputs[0], products[0])
     for index, x in enumerate(inputs[1:], 1):
-        y = by(x + y.reshape(len(x), 1, -1)[:, :, :1], products[index % len(products)])
+        rows, _, inner = x.shape
+        x = then(
+            inputs=[x, y.reshape(rows, -1)],
+            template=[("T", x.dtype)],
+            grid=(-(-inner // _THEN_THREADS) * _THEN_THREADS, rows, 1),
+            threadgroup=(_THEN_THREADS, 1, 1),
+            output_shapes=[x.shape],
+            output_dtypes=[x.dtype],
+        )[0]
+        y = by(x, products[index % len(products)])
     return [y]
 
 

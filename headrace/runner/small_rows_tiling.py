@@ -35,6 +35,7 @@ class Tiling:
         deep: chunks of weights that are loaded at once.
         resident: blocks that share a multiprocessor; None: as many as registers allow, see ``bounds``.
         apart: whether the norm is an operation of its own.
+        blocks: that take all tiles of outputs in turn; None: a block for each.
     """
 
     tiles: int
@@ -43,10 +44,12 @@ class Tiling:
     deep: int
     resident: int | None = None
     apart: bool = False
+    blocks: int | None = None
 
     def __str__(self) -> str:
         parts = (self.tiles, self.wide, self.warps, self.deep, self.resident or "-")
-        return "/".join(map(str, parts)) + (" apart" if self.apart else "")
+        words = [f"by {self.blocks}"] if self.blocks else []
+        return " ".join(["/".join(map(str, parts)), *(["apart"] if self.apart else []), *words])
 
 
 def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool) -> list[Tiling]:

@@ -2,8 +2,9 @@
 
     python tests/runner/gpu_scripted.py plain:bfloat16 swa64:bfloat16 plain:bfloat16:int8 plain:float32
 
-A case is VARIANT:TYPE of the weights, and optionally the type of the KV cache. Pools are small, so that requests are
-preempted, fork and share prefixes. Where steps are recorded, a case that replays none fails. Goes on after a failure; prints all failures at the end and exits with 1.
+A case is VARIANT:TYPE of the weights, and optionally the type of the KV cache. Pools are small, so that requests
+are preempted, fork and share prefixes. Where steps are recorded, a case that replays none fails. Goes on after a
+failure; prints all failures at the end and exits with 1.
 """
 
 from __future__ import annotations
