@@ -19,7 +19,7 @@ The runner never sees a queue, and keeps nothing about a sequence that it could 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -50,6 +50,7 @@ from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.step_graphs import STEPS_TO_SETTLE, StepGraphs
+from headrace.runner.token_feed import Newest, TokenFeed, fed_tokens, feed_of
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -83,12 +84,16 @@ class RunnerOptions:
     limit: ForwardLimit | None = None
 
 
+# Gives the tokens that rows of a step were fed; what is not asked for is not made.
+Fed = Callable[[], mx.array]
+
+
 @dataclass(frozen=True, slots=True)
 class _Unsampled:
     """What a step's sampling is made of, while it waits for masks: logits and fed tokens, in parts."""
 
     logits: list[mx.array]
-    inputs: list[mx.array]
+    inputs: list[Fed]
 
 
 @dataclass(slots=True)
@@ -162,11 +167,12 @@ class ModelRunner:
         self._running: StepHandle | None = None
         self._pending: StepHandle | None = None
         self._finished_at = 0.0
-        self._newest: tuple[mx.array, dict[int, int]] | None = None
+        self._newest: Newest | None = None
         self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
         self._hidden: dict[int, tuple[mx.array, int]] = {}  # likewise, see ``StepHandle``
         self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
         self._graphs = graphs if options.compile and pool.in_place else None
+        self._feed = TokenFeed.for_device()
 
     @property
     def compiled(self) -> bool:
@@ -193,19 +199,19 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[LogprobArrays]] = {}
         rows: list[ScheduledRow] = []
         logits: list[mx.array] = []
-        inputs: list[mx.array] = []
+        inputs: list[Fed] = []
         for group in self._prefill_forwards(output.prefill):
             found = self._prefill(group, prompt_logprobs)
             keep = [index for index, row in enumerate(group) if row.samples]
             if keep:
                 rows += [group[index] for index in keep]
                 logits.append(found if len(keep) == len(group) else found[mx.array(keep)])
-                inputs.append(mx.zeros(len(keep), mx.int32))
+                inputs.append(partial(mx.zeros, len(keep), mx.int32))
         if output.decode:
-            tokens, found = self._decode(output.decode)
+            fed, found = self._decode(output.decode)
             rows += output.decode
             logits.append(found)
-            inputs.append(tokens)
+            inputs.append(fed)
         handle = StepHandle(self, output, rows, None, prompt_logprobs, self._forwards[:-1], self._forwards[-1])
         handle.hidden = self._hidden
         if any(row.params.grammar is not None for row in rows):
@@ -397,25 +403,38 @@ class ModelRunner:
             self._forwards.append([array for array in given if array is not None])
         return logits[-1:]
 
-    def _decode(self, rows: Sequence[ScheduledRow]) -> tuple[mx.array, mx.array]:
-        """The decode forward; the tokens it was fed ``[B]`` and logits ``[B, V]``."""
+    def _decode(self, rows: Sequence[ScheduledRow]) -> tuple[Fed, mx.array]:
+        """The decode forward; the tokens it was fed ``[B]``, when they are wanted, and logits ``[B, V]``."""
         padded = bucket(len(rows)) if self._decode_forward is not None else len(rows)
-        tokens = self._decode_tokens(rows, padded)
-        parts = self._decode_parts(rows)
+        newest, parts = self._newest, self._decode_parts(rows)
+        if self._graphs is not None and len(parts) == 1:
+            self._selector.all_positions()
+            sent = [feed_of(rows, padded, newest), *self._inputs.decode_inputs(rows, padded)]
+            source = self._feed.source(newest)
+            logits, self._pool.changes = self._graphs.run(self._decode_fed, source, sent, self._pool.marks)
+            self._forwards.append([logits])
+            return lambda: fed_tokens(rows, len(rows), newest), logits[: len(rows)]
+        tokens = fed_tokens(rows, padded, newest)
+        fed = tokens[: len(rows)]
         if len(parts) > 1:
             ends = accumulate(map(len, parts))
             pairs = [(part, tokens[end - len(part) : end]) for part, end in zip(parts, ends, strict=True)]
-            return tokens, mx.concatenate([self._decode_part(part, fed) for part, fed in pairs])
+            return lambda: fed, mx.concatenate([self._decode_part(part, own) for part, own in pairs])
         self._selector.all_positions()
         if self._decode_forward is None:
             logits = self._forward(tokens[:, None], self._inputs.build(rows, 1))[:, 0]
-            self._forwards.append([logits])
-            return tokens, logits
-        sent = self._inputs.decode_inputs(rows, padded)
-        run = self._decode_compiled if self._graphs is None else partial(self._graphs.run, self._decode_compiled)
-        logits, self._pool.changes = run(tokens, sent, self._pool.marks)
+        else:
+            sent = self._inputs.decode_inputs(rows, padded)
+            logits, self._pool.changes = self._decode_compiled(tokens, sent, self._pool.marks)
         self._forwards.append([logits])
-        return tokens[: len(rows)], logits[: len(rows)]
+        return lambda: fed, logits[: len(rows)]
+
+    def _decode_fed(
+        self, newest: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """``_decode_compiled`` of the tokens that the first of ``inputs`` picks."""
+        feed, *others = inputs
+        return self._decode_compiled(self._feed(newest, feed.array), others, marks)
 
     def _decode_compiled(
         self, tokens: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
@@ -468,29 +487,11 @@ class ModelRunner:
         pool.state, pool.marks = kept, kept_marks
         return logits, changes
 
-    def _decode_tokens(self, rows: Sequence[ScheduledRow], padded: int) -> mx.array:
-        """``[padded]`` input tokens: from the host where it knows them, else from the newest step's sample."""
-        host = np.zeros(padded, np.int32)
-        source = np.full(padded, -1, np.int32)
-        for index, row in enumerate(rows):
-            if row.token_ids:
-                host[index] = row.token_ids[0]
-            else:
-                assert self._newest is not None, "a row's token is on the device, but no step sampled it"
-                source[index] = self._newest[1][row.seq_id]
-        if self._newest is None or (source < 0).all():
-            return mx.array(host)
-        newest = self._newest[0]
-        if len(newest) == padded and (source == np.arange(padded)).all():
-            return newest
-        taken = newest[mx.array(np.maximum(source, 0))]
-        return mx.where(mx.array(source >= 0), taken, mx.array(host))
-
     def _sample(
         self,
         rows: list[ScheduledRow],
         logits: list[mx.array],
-        inputs: list[mx.array],
+        inputs: list[Fed],
         masks: StepMasks | None = None,
     ) -> Sampled:
         batch = build_sampling_batch(rows, self._vocab_size, CANDIDATES, masks)
@@ -503,7 +504,7 @@ class ModelRunner:
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
         fed = None
         if batch.edits is not None and batch.edits.history is not None:
-            fed = inputs[0] if len(inputs) == 1 else mx.concatenate(inputs, axis=0)
+            fed = mx.concatenate([tokens() for tokens in inputs], axis=0)
         return sample(joined, batch, fed, self._sampling)
 
 

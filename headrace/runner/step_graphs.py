@@ -42,6 +42,8 @@ EXTENSION = Extension(
 # Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
 Forward = Callable[[mx.array, Sequence[HostInts], list[mx.array]], tuple[mx.array, list[mx.array]]]
 _Key = tuple[tuple[int, ...], ...]
+# Tokens that a recorded step can be given, whatever number it was recorded with.
+MOST_TOKENS = 4096
 _RECORD_AT = 3
 STEPS_TO_SETTLE = _RECORD_AT + 1
 _TIMED_LAUNCHES = 10
@@ -156,15 +158,17 @@ class StepGraphs:
         """One step: ``forward(tokens, sent, marks)``, by replay where a recording is there.
 
         Args:
-            forward: builds the step's operations.
-            tokens: int32, of the host or the device.
+            forward: builds the step's operations; given more tokens, those behind matter to nothing.
+            tokens: ``[S]`` int32, of the host or the device.
             sent: what the host sends along.
             marks: what the step's writes come after.
 
-        Logits may be a lazy float32 array where ``forward`` gives another type. They must be evaluated, with
-        whatever else reads them, before the next step of the same bucket is.
+        Logits may be the recording's own array, which the next step of the same bucket writes again. They must be
+        evaluated, with whatever else reads them, before that is.
         """
-        key = tokens.shape, *(ints.values.shape for ints in sent)
+        if len(tokens) > MOST_TOKENS:
+            return forward(tokens, sent, marks)
+        key = tuple(ints.values.shape for ints in sent)
         bucket = self._buckets.setdefault(key, _Bucket())
         self._buckets.move_to_end(key)
         bucket.steps += 1
@@ -183,9 +187,7 @@ class StepGraphs:
         after = list({id(mark): mark for mark in marks}.values())
         message = b"".join([ints.values.tobytes() for ints in sent])
         logits, mark = self._native.replay(bucket.graph, tokens, message, after)
-        # The recording's own buffer is written again by the next replay.
-        copied = logits.astype(mx.float32) if logits.dtype != mx.float32 else logits + 0.0
-        return copied, [mark] * len(marks)
+        return logits, [mark] * len(marks)
 
     def _record(
         self,
@@ -197,7 +199,8 @@ class StepGraphs:
     ) -> tuple[mx.array, list[mx.array]]:
         # Parts of longer arrays, and none that shared memory was recycled for: see device_arrays.py.
         mx.clear_cache()
-        fixed = on_device(mx.concatenate([tokens, mx.zeros(MARK_SHAPE, mx.int32)]))[: len(tokens)]
+        blank = mx.zeros(MOST_TOKENS + MARK_SHAPE[0] - len(tokens), mx.int32)
+        fixed = on_device(mx.concatenate([tokens, blank]))[:MOST_TOKENS]
         flat = mx.array(np.concatenate([ints.values.reshape(-1) for ints in sent]))
         packed = on_device(mx.concatenate([flat, mx.zeros(MARK_SHAPE, mx.int32)]))
         ends = list(accumulate(ints.values.size for ints in sent))
@@ -239,7 +242,7 @@ class StepGraphs:
         logits, after = forward(tokens, sent, marks)
         mx.eval(logits, after)
         replayed, _ = self._replay(bucket, tokens, sent, after)
-        if mx.array_equal(replayed, logits.astype(mx.float32), equal_nan=True).item():
+        if mx.array_equal(replayed, logits, equal_nan=True).item():
             bucket.trusted = True
             graph = bucket.graph
             log.debug(

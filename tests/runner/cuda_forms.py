@@ -23,6 +23,7 @@ from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
+from headrace.runner.token_feed import TokenFeed
 
 HALF = (mx.bfloat16, mx.float16)
 
@@ -77,6 +78,7 @@ def all_kernels() -> None:
     products()
     experts()
     sampling()
+    TokenFeed(cuda_kernel)(mx.zeros((16,), mx.int32), mx.zeros((2, 5), mx.int32))
 
 
 def attention() -> None:

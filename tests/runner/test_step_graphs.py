@@ -17,9 +17,9 @@ from headrace.runner.step_graphs import STEPS_TO_SETTLE, Recorder, StepGraphs
 
 
 def forward(tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]) -> tuple[mx.array, list[mx.array]]:
-    """Logits ``[B, 3]`` that tell every input apart."""
+    """Logits ``[B, 3]`` that tell every input apart; there may be more tokens than rows."""
     offsets, tables = (ints.array for ints in sent)
-    total = tokens + 10 * offsets + 100 * mx.sum(tables, axis=1)
+    total = tokens[: len(offsets)] + 10 * offsets + 100 * mx.sum(tables, axis=1)
     return total[:, None] + mx.arange(3), [mark + 0 for mark in marks]
 
 
