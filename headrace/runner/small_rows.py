@@ -200,7 +200,6 @@ class KernelProducts:
         parts = (*given, *(["GATE"] if gated else []), *([] if packed is None else ["PACKED"]))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         eps = 0.0 if norm is None else norm.eps
-        tiles = outputs // (16 * tiling.wide)
         y: mx.array = self._kernel(parts, tiling)(
             inputs=[x, *weights, *given.values()],
             template=[
@@ -212,7 +211,7 @@ class KernelProducts:
                 ("EPS", int(np.float32(eps).view(np.int32))),
                 *([] if packed is None else packed_constants(packed)),
             ],
-            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, min(tiles, tiling.blocks or tiles), 1),
+            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, outputs // (16 * tiling.wide), 1),
             threadgroup=(tiling.warps * 32, 1, 1),
             output_shapes=[shape],
             output_dtypes=[x.dtype],

@@ -67,8 +67,8 @@ DEVICE float of_bits(int x) { return __int_as_float(x); }
 # accumulate: sums of chunks [from, to) of NT weight tiles and MT tiles of 8 rows, in fragments. Per lane, with
 # g = lane / 4 and t = lane % 4: weights[n] and inputs[m] point at row g of their tile, position 8 t; total[n][m]
 # holds output g of row 2 t, row 2 t + 1, then output g + 8 of both. With NORMED, squares[m] sums up the squares of
-# the lane's inputs. The first chunks are held already; at the end those of the next tiles are asked for,
-# ``onward`` elements further (0: there are none), so that weights are on their way while sums are gathered.
+# the lane's inputs. The first weights are asked for before what comes earlier has ended (EARLY_START in
+# kernel_language.py): a weight matrix is one that no kernel writes.
 # gather: adds up the warps' sums in pairs, then leaves them in shared memory as [W / 2][NT][MT][4][32 lanes].
 PRODUCT = """
 DEVICE void normalize(uint4& x, const uint4& by, float& squares) {
@@ -80,27 +80,29 @@ DEVICE void normalize(uint4& x, const uint4& by, float& squares) {
     v[i] = scaled(v[i], s[i]);
   }
 }
-// What a warp holds of its weights: DEEP chunks of rows g (a) and g + 8 (b) of its tiles.
-template <int NT, int DEEP> struct Held { uint4 a[DEEP][NT], b[DEEP][NT]; };
-// Chunks from one on; those from ``to`` on are zero.
+// DEEP chunks of weights from one on; those from ``to`` on are zero.
 template <typename T, int NT, int DEEP>
-DEVICE void load(Held<NT, DEEP>& held, const T* const (&weights)[NT], int K, int chunk, int to) {
+DEVICE void load_weights(uint4 (&a)[DEEP][NT], uint4 (&b)[DEEP][NT], const T* const (&weights)[NT], int K,
+                         int chunk, int to) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
   #pragma unroll
   for (int d = 0; d < DEEP; ++d) {
     const int k = (chunk + d) * 32;
     #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      held.a[d][n] = chunk + d < to ? stream(weights[n] + k) : zero;
-      held.b[d][n] = chunk + d < to ? stream(weights[n] + size_t(8) * K + k) : zero;
+      a[d][n] = chunk + d < to ? stream(weights[n] + k) : zero;
+      b[d][n] = chunk + d < to ? stream(weights[n] + size_t(8) * K + k) : zero;
     }
   }
 }
 template <typename T, int MT, int NT, bool NORMED, int DEEP>
-DEVICE void accumulate(float (&total)[NT][MT][4], float (&squares)[MT], Held<NT, DEEP>& held,
-                       const T* (&weights)[NT], size_t onward, const T* const (&inputs)[MT],
-                       const bool (&real)[MT], const T* norm, int K, int from, int to) {
+DEVICE void accumulate(float (&total)[NT][MT][4], float (&squares)[MT], const T* const (&weights)[NT],
+                       const T* const (&inputs)[MT], const bool (&real)[MT], const T* norm, int K, int from,
+                       int to) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
+  uint4 a[DEEP][NT], b[DEEP][NT];
+  load_weights<T, NT, DEEP>(a, b, weights, K, from, to);
+  WAIT_FOR_EARLIER();
   for (int chunk = from; chunk < to; chunk += DEEP) {
     uint4 in[DEEP][MT], gain[DEEP];
     #pragma unroll
@@ -118,19 +120,12 @@ DEVICE void accumulate(float (&total)[NT][MT][4], float (&squares)[MT], Held<NT,
         if (NORMED) normalize(in[d][m], gain[d], squares[m]);
         #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          const uint4 a = held.a[d][n], b = held.b[d][n];
-          multiply(total[n][m], a.x, b.x, a.y, b.y, in[d][m].x, in[d][m].y, norm);
-          multiply(total[n][m], a.z, b.z, a.w, b.w, in[d][m].z, in[d][m].w, norm);
+          multiply(total[n][m], a[d][n].x, b[d][n].x, a[d][n].y, b[d][n].y, in[d][m].x, in[d][m].y, norm);
+          multiply(total[n][m], a[d][n].z, b[d][n].z, a[d][n].w, b[d][n].w, in[d][m].z, in[d][m].w, norm);
         }
       }
     }
-    const bool last = chunk + DEEP >= to;
-    if (last && onward == 0) break;
-    if (last) {
-      #pragma unroll
-      for (int n = 0; n < NT; ++n) weights[n] += onward;
-    }
-    load<T, NT, DEEP>(held, weights, K, last ? from : chunk + DEEP, to);
+    if (chunk + DEEP < to) load_weights<T, NT, DEEP>(a, b, weights, K, chunk + DEEP, to);
   }
 }
 template <int W, int MT, int NT, bool NORMED>
@@ -181,9 +176,6 @@ DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up;
 # in this order, each where defined: norm [K], bias [N], residual like y. Output: y [M, N]; with GATE [M, N / 2],
 # w's first half is the gate's. With PACKED (packed_rows_source.py) BITS, GROUP and WHOLE (rows are whole chunks)
 # are constants too, w [N, K * BITS / 32] are words, and after them come scales and biases [N, K / GROUP].
-# The grid's second axis shares the tiles of outputs, a block takes those gridDim.y apart.
-# The first weights are asked for before what comes earlier has ended (EARLY_START in kernel_language.py): no
-# kernel writes a weight matrix.
 BODY = """
   NEXT_MAY_START();
   __shared__ float sums[W / 2][NT * MT * 128];
@@ -210,15 +202,9 @@ BODY = """
 #else
   constexpr int OWN = NT;
 #endif
-  const int step = gridDim.y * OWN * 16;
-#ifdef GATE
-  const int outputs = N / 2;
-#else
-  const int outputs = N;
-#endif
-  const int begin = blockIdx.y * OWN * 16;
+  const int first = blockIdx.y * OWN * 16;
   for (int n = 0; n < NT; ++n) {
-    const int row = g + (n < OWN ? begin + n * 16 : outputs + begin + (n - OWN) * 16);
+    const int row = g + (n < OWN ? first + n * 16 : N / 2 + first + (n - OWN) * 16);
     weights[n] = w + size_t(row) * w_shape[1] + lane_first;
 #ifdef PACKED
     tile_scales[n] = reinterpret_cast<const unsigned short*>(scales) + size_t(row) * (K / GROUP);
@@ -227,6 +213,8 @@ BODY = """
   }
   const T* inputs[MT];
   bool real[MT];
+  float total[NT][MT][4] = {};
+  float squares[MT] = {};
   for (int m = 0; m < MT; ++m) {
     inputs[m] = x + size_t(row0 + m * 8 + g) * K + lane_first;
     real[m] = m * 8 + g < M;
@@ -238,51 +226,34 @@ BODY = """
   constexpr bool NORMED = false;
   const T* gains = x;
 #endif
-#ifndef PACKED
-  const int from = K / 32 * warp / W;
-  const int to = K / 32 * (warp + 1) / W;
-  Held<NT, DEEP> held;
-  load<T, NT, DEEP>(held, weights, K, from, to);
-  WAIT_FOR_EARLIER();
-#endif
-  for (int first = begin; first < outputs; first += step) {
-    float total[NT][MT][4] = {};
-    float squares[MT] = {};
 #ifdef PACKED
-    accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
-        total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);
-    for (int n = 0; n < NT; ++n) {
-      weights[n] += size_t(step) * w_shape[1];
-      tile_scales[n] += size_t(step) * (K / GROUP);
-      tile_biases[n] += size_t(step) * (K / GROUP);
-    }
+  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
+      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);
 #else
-    const size_t onward = first + step < outputs ? size_t(step) * K : 0;
-    accumulate<T, MT, NT, NORMED, DEEP>(total, squares, held, weights, onward, inputs, real, gains, K, from, to);
+  accumulate<T, MT, NT, NORMED, DEEP>(total, squares, weights, inputs, real, gains, K, K / 32 * warp / W,
+                                     K / 32 * (warp + 1) / W);
 #endif
-    gather<W, MT, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
-    for (int i = threadIdx.x; i < M * OWN * 16; i += W * 32) {
-      const int m = i / (OWN * 16);
-      const int n = i % (OWN * 16);
-      float sum = gathered<W, MT, NT>(sums, n / 16, n % 16, m);
-      if (NORMED) sum *= factors[m];
+  gather<W, MT, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
+  for (int i = threadIdx.x; i < M * OWN * 16; i += W * 32) {
+    const int m = i / (OWN * 16);
+    const int n = i % (OWN * 16);
+    float sum = gathered<W, MT, NT>(sums, n / 16, n % 16, m);
+    if (NORMED) sum *= factors[m];
 #ifdef BIAS
-      sum += float(bias[first + n]);
+    sum += float(bias[first + n]);
 #endif
 #ifdef GATE
-      float up = gathered<W, MT, NT>(sums, OWN + n / 16, n % 16, m);
-      if (NORMED) up *= factors[m];
+    float up = gathered<W, MT, NT>(sums, OWN + n / 16, n % 16, m);
+    if (NORMED) up *= factors[m];
 #ifdef BIAS
-      up += float(bias[outputs + first + n]);
+    up += float(bias[N / 2 + first + n]);
 #endif
-      y[size_t(row0 + m) * outputs + first + n] = T(gate(sum, up));
+    y[size_t(row0 + m) * (N / 2) + first + n] = T(gate(sum, up));
 #else
 #ifdef RESIDUAL
-      sum += float(residual[size_t(row0 + m) * outputs + first + n]);
+    sum += float(residual[size_t(row0 + m) * N + first + n]);
 #endif
-      y[size_t(row0 + m) * outputs + first + n] = T(sum);
+    y[size_t(row0 + m) * N + first + n] = T(sum);
 #endif
-    }
-    if (first + step < outputs) __syncthreads();
   }
 """

@@ -35,7 +35,6 @@ class Tiling:
         deep: chunks of weights that are loaded at once.
         resident: blocks that share a multiprocessor; None: as many as registers allow, see ``bounds``.
         apart: whether the norm is an operation of its own.
-        blocks: that take all tiles of outputs in turn; None: a block for each.
     """
 
     tiles: int
@@ -44,12 +43,10 @@ class Tiling:
     deep: int
     resident: int | None = None
     apart: bool = False
-    blocks: int | None = None
 
     def __str__(self) -> str:
         parts = (self.tiles, self.wide, self.warps, self.deep, self.resident or "-")
-        words = [f"by {self.blocks}"] if self.blocks else []
-        return " ".join(["/".join(map(str, parts)), *(["apart"] if self.apart else []), *words])
+        return "/".join(map(str, parts)) + (" apart" if self.apart else "")
 
 
 def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool) -> list[Tiling]:

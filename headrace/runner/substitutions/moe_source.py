@@ -183,11 +183,8 @@ EXPERTS = """
     accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
         total, squares, matrices, tile_scales, tile_biases, inputs, real, gains, K, warp);
 #else
-    const int from = K / 32 * warp / W;
-    const int to = K / 32 * (warp + 1) / W;
-    Held<NT, DEEP> held;
-    load<T, NT, DEEP>(held, matrices, K, from, to);
-    accumulate<T, MT, NT, NORMED, DEEP>(total, squares, held, matrices, 0, inputs, real, gains, K, from, to);
+    accumulate<T, MT, NT, NORMED, DEEP>(total, squares, matrices, inputs, real, gains, K, K / 32 * warp / W,
+                                       K / 32 * (warp + 1) / W);
 #endif
     gather<W, MT, NT, NORMED>(total, squares, sums, row_squares, factors, K, of_bits(EPS));
     for (int i = threadIdx.x; i < left * OWN * 16; i += W * 32) {
