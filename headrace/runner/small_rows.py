@@ -8,7 +8,7 @@ along:
     y = x W^T + bias           x may be RMS-normalized first,
                                y may be the gated halves SiLU(gate) * up, or have a residual added
 
-``Product`` says which of these; ``plain_product`` computes it with MLX's own operations, ``KernelProducts`` by the
+``Product`` says which of these; ``plain_product`` computes it with MLX's product, ``KernelProducts`` by the
 kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, in the
 quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or both: then
 the kernel reads the packed ones, MLX the plain ones.
@@ -23,7 +23,6 @@ from itertools import product as combinations
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from headrace.errors import one_line
@@ -31,6 +30,7 @@ from headrace.runner import small_rows_source as source
 from headrace.runner.kernel_language import compile_ahead, cuda_kernel
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights
+from headrace.runner.row_operations import MLX_ROWS, RowOperations
 from headrace.runner.small_rows_tiling import BLOCK_ROWS, Tiling, bounds, tilings
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import Cost, compiled_cost
@@ -128,19 +128,18 @@ class Product:
 Products = Callable[[mx.array, Product], mx.array]
 
 
-def plain_product(x: mx.array, product: Product) -> mx.array:
-    """``Products`` by MLX's operations, for any number of rows and any type; over packed weights where there are
-    no others."""
+def plain_product(x: mx.array, product: Product, beside: RowOperations = MLX_ROWS) -> mx.array:
+    """``Products`` by MLX's product, for any number of rows and any type; over packed weights where there are no
+    others. ``beside``: what norms and gates."""
     dense, norm, residual = product.dense, product.norm, product.residual
     x = x.reshape(x.shape[0], -1)
     if norm is not None:
-        x = mx.fast.rms_norm(x, norm.weight, norm.eps)
+        x = beside.rms_norm(x, norm.weight, norm.eps)
     if residual is not None and dense.weight is not None and dense.bias is None and not product.gated:
         return mx.addmm(residual.reshape(x.shape[0], -1), x, dense.weight.T).reshape(residual.shape)
     y = linear(x, dense)
     if product.gated:
-        half = y.shape[1] // 2
-        y = nn.silu(y[:, :half]) * y[:, half:]
+        y = beside.silu_gate(y)
     return y if residual is None else y.reshape(residual.shape) + residual
 
 
@@ -179,16 +178,21 @@ def takes(rows: int, dtype: mx.Dtype, dense: Dense, *, gated: bool = False) -> b
 
 
 class KernelProducts:
-    """``Products`` by the CUDA kernel, for what ``takes`` says; compiled forms are made as they are needed."""
+    """``Products`` by the CUDA kernel, for what ``takes`` says; compiled forms are made as they are needed.
 
-    def __init__(self) -> None:
+    Args:
+        beside: what norms inputs that the kernel does not norm itself.
+    """
+
+    def __init__(self, beside: RowOperations = MLX_ROWS) -> None:
+        self._beside = beside
         self._made: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         dense, norm, residual, gated = product.dense, product.norm, product.residual, product.gated
         tiling = product.tiling or self.tilings(x.shape[0], x.dtype, product)[0]
         if norm is not None and (tiling.apart or not _takes_norm(norm, x.dtype)):
-            x, norm = mx.fast.rms_norm(x, norm.weight, norm.eps), None
+            x, norm = self._beside.rms_norm(x, norm.weight, norm.eps), None
         outputs, packed = dense.shape[0], dense.packed
         weights = [dense.weight] if packed is None else [packed.words, packed.scales, packed.biases]
         extra = {
@@ -266,13 +270,20 @@ class SmallRowsKernel:
     Args:
         own: the kernel; None: the CUDA one.
         recorder: where decode steps are recorded and replayed, so that an operation costs the host nothing.
+        beside: what norms and gates before and after MLX's products; MLX's operations once that was wrong.
 
     Attributes:
         faults: what was wrong with the kernel, one line each; empty when nothing was.
     """
 
-    def __init__(self, own: Products | None = None, recorder: Recorder | None = None) -> None:
-        self._own: Products = own or KernelProducts()
+    def __init__(
+        self,
+        own: Products | None = None,
+        recorder: Recorder | None = None,
+        beside: RowOperations = MLX_ROWS,
+    ) -> None:
+        self._own: Products = own or KernelProducts(beside)
+        self._beside = beside
         self._recorder = recorder
         self._chosen: dict[tuple[Any, ...], Way] = {}
         self._costs: dict[tuple[Any, ...], dict[Way, Cost]] = {}  # of right ones
@@ -283,7 +294,7 @@ class SmallRowsKernel:
 
     def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
         if way is None or not takes(x.shape[0], x.dtype, product.dense, gated=product.gated):
-            return plain_product(x, product)
+            return plain_product(x, product, self._beside)
         return self._own(x, replace(product, tiling=way))
 
     def chosen(self, rows: int, dense: Dense) -> bool:
@@ -299,7 +310,7 @@ class SmallRowsKernel:
             x = mx.zeros((rows, 1, inner), dense.dtype)
             product = Product(dense, norm, mx.zeros((rows, 1, outputs), x.dtype) if residual else None, gated)
             if takes(rows, x.dtype, dense, gated=gated):
-                for way in KernelProducts.tilings(rows, x.dtype, product):
+                for way in (None, *KernelProducts.tilings(rows, x.dtype, product)):
                     self._by(way, x, product)
 
     def measure(
@@ -327,7 +338,7 @@ class SmallRowsKernel:
             products = [Product(*layer, added, gated) for layer in layers]
             own = None if hopeless["kernel"] else self._quickest(key, products, x)
             costs: dict[Way, Cost] = dict([own] if own is not None else [])
-            usual = None if hopeless["library"] else self._checked_cost(key, None, products, x)
+            usual = None if hopeless["library"] else self._usual_cost(key, products, x)
             if usual is not None:
                 costs[None] = usual
             self._chosen[key] = None if own is None or (usual is not None and not own[1].beats(usual)) else own[0]
@@ -347,12 +358,20 @@ class SmallRowsKernel:
         right = [(way, cost) for way, cost in tried if cost is not None]
         return min(right, key=lambda one: one[1].in_a_step) if right else None
 
+    def _usual_cost(self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array) -> Cost | None:
+        """What MLX's product costs, with MLX's operations beside it once others were wrong."""
+        cost = self._checked_cost(key, None, products, x)
+        if cost is None and self._beside is not MLX_ROWS:
+            self._beside = MLX_ROWS
+            cost = self._checked_cost(key, None, products, x)
+        return cost
+
     def _checked_cost(
         self, key: tuple[Any, ...], way: Way, products: Sequence[Product], x: mx.array
     ) -> Cost | None:
         """What the way costs; None when it is wrong or cannot run, which is then among the faults."""
         try:
-            if way is not None:
+            if way is not None or self._beside is not MLX_ROWS:
                 worst = max(
                     largest_difference(self._by(way, x, product), _expected(x, product))
                     for product in products[:CHECKED_LAYERS]

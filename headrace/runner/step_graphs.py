@@ -9,7 +9,8 @@ used: the first two steps run as ever (tracing, measuring kernels, filling cache
 runs, the fourth runs both ways and is compared bit for bit, and from then on steps are replayed. Running a step a
 second time is harmless: it writes the same keys and values to the same slots.
 
-Replayed kernels of our own begin while the ones before them end (``native/graph_overlap.h``).
+Replayed kernels of our own begin while the ones before them end (``native/graph_overlap.h``), those of library
+products among them (``native/graph_flatten.h``).
 
 A recording keeps all its intermediate arrays. Together they are bounded (the memory plan counts the bound); the
 recording that was not used for the longest time goes first.
@@ -36,7 +37,9 @@ from headrace.runner.native_extension import CUDA_HEADERS, Extension, ExtensionE
 log = logging.getLogger("headrace.runner")
 
 EXTENSION = Extension(
-    "headrace_step_graph", ("step_graph.cpp", "graph_overlap.h", *CUDA_HEADERS), include="cuda_names"
+    "headrace_step_graph",
+    ("step_graph.cpp", "graph_nodes.h", "graph_flatten.h", "graph_overlap.h", *CUDA_HEADERS),
+    include="cuda_names",
 )
 
 # Tokens, the host's integers, marks that writes come after -> logits, the marks of its writes.
@@ -246,8 +249,8 @@ class StepGraphs:
             bucket.trusted = True
             graph = bucket.graph
             log.debug(
-                "decode step recorded: %d kernels, %d begin early, %d bytes; %s",
-                graph.nodes, graph.early, bucket.nbytes, graph.refusal,
+                "decode step recorded: %d kernels, %d begin early, %d library products flattened, %d bytes; %s",
+                graph.nodes, graph.early, graph.flattened, bucket.nbytes, graph.refusal,
             )  # fmt: skip
         else:
             self._refuse(bucket, "its logits are not those of the step")

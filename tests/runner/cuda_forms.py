@@ -19,6 +19,7 @@ from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
 from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.row_operations import RowKernels
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
@@ -76,6 +77,7 @@ def all_kernels() -> None:
     attention()
     stores()
     products()
+    rows()
     experts()
     sampling()
     TokenFeed(cuda_kernel)(mx.zeros((16,), mx.int32), mx.zeros((2, 5), mx.int32))
@@ -160,6 +162,14 @@ def products() -> None:
                     Product(Dense(None, None, held[1]), norm, gated=True),
                 ):
                     own(x, product)
+
+
+def rows() -> None:
+    own = RowKernels()
+    for dtype in HALF:
+        for width in (64, 896, 2048, 5120, 8192):
+            own.rms_norm(mx.zeros((17, 1, width), dtype), mx.ones((width,), dtype), 1e-5)
+        own.silu_gate(mx.zeros((17, 16384), dtype))
 
 
 def packed(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype) -> PackedWeights:

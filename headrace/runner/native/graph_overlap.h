@@ -12,45 +12,26 @@
 
 #include <cstring>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "cuda_driver.h"
+#include "graph_nodes.h"
 
 namespace headrace::cuda {
-
-enum NodeType : int { kKernel = 0, kMemset = 2, kGraph = 4, kEmpty = 5 };
-
-inline std::vector<CUgraphNode> nodes_of(CUgraph_st* graph) {
-  auto& driver = Driver::get();
-  size_t count = 0;
-  check(driver.get_nodes(graph, nullptr, &count), "reading the step's graph");
-  std::vector<CUgraphNode> nodes(count);
-  check(driver.get_nodes(graph, nodes.data(), &count), "reading the step's graph");
-  return nodes;
-}
-
-inline int type_of(CUgraphNode node) {
-  int type = -1;
-  check(Driver::get().node_type(node, &type), "reading the step's graph");
-  return type;
-}
 
 // The edges of a graph by the numbers of its nodes, and which nodes each one comes after.
 class Order {
  public:
-  explicit Order(CUgraph_st* graph) : nodes(nodes_of(graph)), before(nodes.size()) {
-    auto& driver = Driver::get();
+  explicit Order(CUgraph_st* graph) : nodes(nodes_of(graph)), before(nodes.size()), into(nodes.size()) {
     std::map<CUgraphNode, size_t> numbers;
     for (size_t i = 0; i < nodes.size(); i++) numbers[nodes[i]] = i;
-    size_t count = 0;
-    check(driver.get_edges(graph, nullptr, nullptr, nullptr, &count), "reading the step's graph");
-    std::vector<CUgraphNode> from(count), to(count);
-    std::vector<EdgeData> data(count);
-    check(driver.get_edges(graph, from.data(), to.data(), data.data(), &count), "reading the step's graph");
-    for (size_t i = 0; i < count; i++) before[numbers.at(to[i])].push_back(numbers.at(from[i]));
+    auto edges = edges_of(graph);
+    for (size_t i = 0; i < edges.size(); i++) {
+      size_t to = numbers.at(edges.to[i]);
+      before[to].push_back(numbers.at(edges.from[i]));
+      into[to].add(edges.from[i], edges.to[i], edges.data[i]);
+    }
     ancestors_.resize(nodes.size());
     for (size_t i = 0; i < nodes.size(); i++) find_ancestors(i);
   }
@@ -68,6 +49,7 @@ class Order {
 
   std::vector<CUgraphNode> nodes;
   std::vector<std::vector<size_t>> before;
+  std::vector<Edges> into;
 
  private:
   // Depth first without recursion: a step has hundreds of nodes in a row.
@@ -102,7 +84,7 @@ inline bool is_tagged(CUgraphNode node, const std::string& tag) {
   auto& driver = Driver::get();
   if (type_of(node) != kKernel) return false;
   KernelNodeParams parameters{};
-  check(driver.kernel_parameters(node, &parameters), "reading a kernel of the step");
+  if (driver.kernel_parameters(node, &parameters) != 0) return false;
   const char* name = nullptr;
   if (!parameters.function || driver.function_name(&name, parameters.function) != 0 || !name) return false;
   return std::strstr(name, tag.c_str()) != nullptr;
@@ -116,16 +98,14 @@ inline size_t overlap(CUgraph_st* graph, const std::string& tag) {
   const EdgeData early{1, 0, 1, {}};  // from a kernel's programmatic port, of the programmatic type
   size_t found = 0;
   for (size_t node = 0; node < order.nodes.size(); node++) {
-    auto& before = order.before[node];
-    if (before.empty() || !is_tagged(order.nodes[node], tag)) continue;
+    if (order.before[node].empty() || !is_tagged(order.nodes[node], tag)) continue;
     auto nearest = order.nearest(node);
     if (nearest.size() != 1 || type_of(order.nodes[nearest[0]]) != kKernel) continue;
-    std::vector<CUgraphNode> from, to(before.size(), order.nodes[node]);
-    for (size_t one : before) from.push_back(order.nodes[one]);
-    std::vector<EdgeData> plain(before.size());
-    check(driver.remove_dependencies(graph, from.data(), to.data(), plain.data(), from.size()), "ordering the step");
     CUgraphNode last = order.nodes[nearest[0]];
-    check(driver.add_edges(graph, &last, to.data(), &early, 1), "ordering the step");
+    auto& into = order.into[node];
+    check(driver.remove_dependencies(graph, into.from.data(), into.to.data(), into.data.data(), into.size()),
+          "ordering the step");
+    check(driver.add_edges(graph, &last, &order.nodes[node], &early, 1), "ordering the step");
     found++;
   }
   return found;

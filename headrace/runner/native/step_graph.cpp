@@ -49,6 +49,7 @@
 #undef private
 
 #include "cuda_driver.h"
+#include "graph_flatten.h"
 #include "graph_overlap.h"
 
 namespace nb = nanobind;
@@ -68,9 +69,7 @@ size_t count_nodes(CUgraph_st* graph) {
   for (auto node : headrace::cuda::nodes_of(graph)) {
     int type = headrace::cuda::type_of(node);
     if (type == headrace::cuda::kGraph) {
-      CUgraph_st* child = nullptr;
-      check(Driver::get().child_graph(node, &child), "reading the step's graph");
-      total += count_nodes(child);
+      total += count_nodes(headrace::cuda::child_of(node));
     } else if (type == headrace::cuda::kKernel || type == headrace::cuda::kMemset ||
                type == headrace::cuda::kEmpty) {
       total++;
@@ -188,34 +187,44 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   mx::Stream stream() const { return stream_; }
   size_t nodes() const { return nodes_; }
   size_t early() const { return early_; }
+  size_t flattened() const { return flattened_; }
   const std::string& error() const { return error_; }
   const std::string& refusal() const { return refusal_; }
 
  private:
   mx::cu::CommandEncoder& encoder() { return mx::cu::get_command_encoder(stream_); }
 
-  // With kernels that begin early where the driver takes that, as MLX has ordered them elsewhere. MLX launches its
-  // graph for this one step, so another is changed.
+  // With kernels that begin early where the driver takes that, as MLX has ordered them elsewhere.
   void instantiate(CUgraph_st* graph) {
+    if (!tag_.empty()) {
+      for (bool flat : {true, false}) {
+        if (!exec_) instantiate_early(graph, flat);
+      }
+    }
+    if (!exec_) check(Driver::get().instantiate(&exec_, graph, 0), "instantiating the step");
+  }
+
+  // MLX launches its graph for this one step, so another is changed. `flat`: library products are, too. Leaves
+  // exec_ null where nothing begins early or the driver says no.
+  void instantiate_early(CUgraph_st* graph, bool flat) {
     auto& driver = Driver::get();
     CUgraph_st* own = nullptr;
-    if (!tag_.empty() && driver.clone(&own, graph) == 0) {
-      try {
-        early_ = headrace::cuda::overlap(own, tag_);
-        if (early_ > 0) check(driver.instantiate(&exec_, own, 0), "instantiating the step");
-      } catch (const std::exception& error) {
-        refusal_ = error.what();
-        early_ = 0;
-        exec_ = nullptr;
-      }
-      driver.destroy_graph(own);
+    if (driver.clone(&own, graph) != 0) return;
+    try {
+      flattened_ = flat ? headrace::cuda::flatten(own) : 0;
+      early_ = headrace::cuda::overlap(own, tag_);
+      if (early_ > 0) check(driver.instantiate(&exec_, own, 0), "instantiating the step");
+    } catch (const std::exception& error) {
+      refusal_ = error.what();
+      early_ = flattened_ = 0;
+      exec_ = nullptr;
     }
-    if (!exec_) check(driver.instantiate(&exec_, graph, 0), "instantiating the step");
+    driver.destroy_graph(own);
   }
 
   mx::Stream stream_;
   std::string tag_, refusal_;
-  size_t early_ = 0;
+  size_t early_ = 0, flattened_ = 0;
   CUgraphExec_st* exec_ = nullptr;
   size_t nodes_ = 0;
   std::string error_;
@@ -338,6 +347,7 @@ NB_MODULE(headrace_step_graph, m) {
       .def("seconds", &StepGraph::seconds)
       .def_prop_ro("nodes", &StepGraph::nodes)
       .def_prop_ro("early", &StepGraph::early)
+      .def_prop_ro("flattened", &StepGraph::flattened)
       .def_prop_ro("refusal", &StepGraph::refusal)
       .def_prop_ro("error", &StepGraph::error);
   nb::class_<Reader>(m, "Reader")

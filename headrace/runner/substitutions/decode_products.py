@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.row_operations import RowKernels
 from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
@@ -27,7 +28,8 @@ def substitute_decode_products(
     Needs the projections fused (``fuse_projections``) and the attention bound (``install``). ``recorder``: where
     decode steps will be recorded and replayed. ``bits``: of packed pools.
     """
-    products, experts = SmallRowsKernel(recorder=recorder), ExpertsChoice(recorder=recorder)
+    products = SmallRowsKernel(recorder=recorder, beside=RowKernels.for_device())
+    experts = ExpertsChoice(recorder=recorder)
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:
