@@ -5,9 +5,9 @@ PTX ISA, compute capability 8.0 and up. On a CPU, ``tests/runner/cuda_shim`` has
 
 from __future__ import annotations
 
-# Addresses of shared memory are bytes from its begin, that of what a launch asks for a multiple of 1024. copy16: 16
-# bytes, or zeros. started: what a thread has copied since the last time is a group; arrived: so have all groups of
-# this thread, arrived_but: all but the last so many.
+# Addresses of shared memory are bytes from its begin; what a launch asks for is at a multiple of 1024. copy16: 16
+# bytes, or zeros. started: a thread's copies since the last time are a group. arrived: all groups of this thread
+# have; arrived_but: all but the last so many.
 COPIES = """
 #ifdef __CUDACC__
 DEVICE unsigned shared_memory() {
@@ -24,7 +24,9 @@ DEVICE void put16(unsigned to, uint4 x) {
 }
 DEVICE void started() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-template <int GROUPS> DEVICE void arrived_but() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
+template <int GROUPS> DEVICE void arrived_but() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory");
+}
 DEVICE void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 #endif
 """

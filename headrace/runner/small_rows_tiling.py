@@ -17,6 +17,8 @@ from headrace.runner import staged_rows_source as staged_source
 BLOCK_ROWS = 32
 # Blocks get wider, and read inputs less often, while there are this many: about one per multiprocessor.
 LEAST_BLOCKS = 120
+# Staged blocks share the inner dimension until there are this many.
+LEAST_STAGED_BLOCKS = 110
 # Up to this many blocks start at once on a large GPU when each fills a multiprocessor.
 FILLING_BLOCKS = 132
 # A product of so many outputs has blocks enough for the widest ones, however few rows there are.
@@ -152,7 +154,7 @@ def staged_tilings(rows: int, outputs: int, inner: int) -> list[Staged]:
     found = []
     for wide in (128, 256 if tiles > 8 else 64):
         splits = 1
-        while splits < MOST_SPLITS and outputs // wide * splits < LEAST_BLOCKS:
+        while splits < MOST_SPLITS and outputs // wide * splits < LEAST_STAGED_BLOCKS:
             splits *= 2
         found.append(Staged(tiles, wide, 1, 4 if tiles <= 8 else 3, splits))
     return [tiling for tiling in found if tiling.takes(outputs, inner)]

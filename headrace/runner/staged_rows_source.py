@@ -1,20 +1,20 @@
 """CUDA source of products of some ten to a hundred rows: weights and inputs wait in shared memory.
 
-Beside ``small_rows_source.py``, which reads weights into registers and inputs again for every 16 outputs of a warp:
-from some ten rows on that waits for the cache. Here
+``small_rows_source.py`` reads weights into registers, and inputs again in each warp for its few outputs: with more
+rows than some ten that waits for the cache. Here
 
-    block    BN outputs and MT tiles of 8 rows. With a gate every 16 outputs are 8 of the gate's and 8 of those that
-             it is for, so that both meet in one block
-    ring     STAGES slices of DEEP strips of 64 inner positions, weights and inputs, in shared memory: while one is
-             multiplied the others are on their way (``cp.async``). What is on its way is what keeps memory busy:
-             by Little's law some 40 KB per multiprocessor of an H200
+    block    BN outputs and MT tiles of 8 rows. With a gate every 16 outputs are 8 of the gate's and the 8 that
+             they are for, so that both meet in one block
+    ring     STAGES slices of DEEP strips of 64 inner positions, weights and inputs, in shared memory: while one
+             is multiplied the others are on their way (``cp.async``). That keeps memory busy: by Little's law
+             with some 40 KB per multiprocessor of an H200
     strip    128 bytes a row, pieces of 16 bytes permuted by the row's number as ``wgmma`` reads them
-    product  ``wgmma`` m64nNk16: four warps, 64 outputs and all rows. It reads shared memory itself, the inputs once
-             per 64 outputs; sums are float32
+    product  ``wgmma`` m64nNk16: four warps, 64 outputs and all rows. It reads shared memory itself, the inputs
+             once per 64 outputs; sums are float32
     splits   SPLITS blocks share the inner dimension and are a cluster: each adds up some rows of all the blocks'
              sums, which it reads from their shared memory
-    start    weights are asked for before what comes earlier has ended (EARLY_START in ``kernel_language.py``). The
-             first inputs come by registers: as copies they would arrive after all the weights ahead of them
+    start    weights are asked for before what comes earlier has ended (EARLY_START in ``kernel_language.py``).
+             The first inputs come by registers: as copies they would be waited for with all of those weights
 
 The inner dimension is a multiple of 64. ``wgmma``, ``mapa``, ``barrier.cluster``: PTX ISA, compute capability 9.0a.
 """
@@ -208,7 +208,8 @@ BODY = """
       const int strip = (from + i) / PASSES;
       const int pass = (from + i) % PASSES;
       held[i] = make_uint4(0, 0, 0, 0);
-      if (from + i < FIRST && strip < strips && line + pass * LINES < M) held[i] = cached(inputs[pass] + strip * 64);
+      if (from + i < FIRST && strip < strips && line + pass * LINES < M)
+        held[i] = cached(inputs[pass] + strip * 64);
     }
     #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -231,7 +232,8 @@ BODY = """
     for (int d = 0; d < DEEP; ++d)
       #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply64(total, at + d * BYTES + warp / 4 * (64 * 128) + k * 32, at + d * BYTES + WEIGHTS + k * 32, type);
+        multiply64(total, at + d * BYTES + warp / 4 * (64 * 128) + k * 32,
+                   at + d * BYTES + WEIGHTS + k * 32, type);
     given_products();
     const int next = slice + STAGES - 1;
     const unsigned unused = ring + (stage == 0 ? STAGES - 1 : stage - 1) * (DEEP * BYTES);

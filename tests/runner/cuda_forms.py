@@ -22,6 +22,7 @@ from headrace.runner.pool_store import PoolStore
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
+from headrace.runner.small_rows_tiling import staged_tilings
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 
 HALF = (mx.bfloat16, mx.float16)
@@ -75,6 +76,7 @@ def all_kernels() -> None:
     attention()
     stores()
     products()
+    staged_products()
     experts()
     sampling()
 
@@ -158,6 +160,19 @@ def products() -> None:
                     Product(Dense(None, None, held[1]), norm, gated=True),
                 ):
                     own(x, product)
+
+
+def staged_products() -> None:
+    own = KernelProducts()
+    for dtype in HALF:
+        weights = {width: Dense(mx.zeros((width, 2048), dtype)) for width in (2048, 16384)}
+        for rows in (16, 32, 64, 128):
+            x = mx.zeros((rows, 1, 2048), dtype)
+            for tiling in staged_tilings(rows, 2048, 2048):
+                own(x, Product(weights[2048], residual=x, tiling=tiling))
+                own(x, Product(Dense(weights[2048].weight, mx.zeros((2048,), dtype)), tiling=tiling))
+            for tiling in staged_tilings(rows, 16384, 2048):
+                own(x, Product(weights[16384], gated=True, tiling=tiling))
 
 
 def packed(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype) -> PackedWeights:
