@@ -11,12 +11,12 @@ rows than some ten that waits for the cache. Here
     strip    128 bytes a row, pieces of 16 bytes permuted by the row's number as ``wgmma`` reads them
     product  ``wgmma`` m64nNk16: four warps, 64 outputs and all rows. It reads shared memory itself, the inputs
              once per 64 outputs; sums are float32
-    splits   SPLITS blocks share the inner dimension and are a cluster: each adds up some rows of all the blocks'
-             sums, which it reads from their shared memory
+    splits   SPLITS blocks share the inner dimension and are a cluster: each adds up some rows of the sums of all
+             its blocks, read from their shared memory
     start    weights are asked for before what comes earlier has ended (EARLY_START in ``kernel_language.py``).
-             The first inputs come by registers: as copies they would be waited for with all of those weights
+             The first inputs come by registers: as copies they would be waited for with all those weights
 
-The inner dimension is a multiple of 64. ``wgmma``, ``mapa``, ``barrier.cluster``: PTX ISA, compute capability 9.0a.
+The inner dimension is a multiple of 64. ``wgmma``, ``mapa``, ``barrier.cluster``: PTX ISA, capability 9.0a.
 """
 
 from __future__ import annotations
