@@ -68,13 +68,24 @@ EARLY_START = """
 #endif
 """
 _LEAST_CAPABILITY = 9
+_WARPGROUP_CAPABILITY = 9
+
+
+def _capability() -> int:
+    """Major number of the default device's compute capability; 0 where it is no CUDA device."""
+    if mx.default_device() != mx.gpu or mx.metal.is_available():
+        return 0
+    return int(mx.device_info().get("compute_capability_major", 0))
 
 
 def launches_early() -> bool:
     """Whether the default device can start a kernel before the one ahead of it has ended."""
-    if mx.default_device() != mx.gpu or mx.metal.is_available():
-        return False
-    return int(mx.device_info().get("compute_capability_major", 0)) >= _LEAST_CAPABILITY
+    return _capability() >= _LEAST_CAPABILITY
+
+
+def multiplies_by_warpgroups() -> bool:
+    """Whether the default device has ``wgmma``, which later devices have not (PTX ISA)."""
+    return _capability() == _WARPGROUP_CAPABILITY
 
 
 def compact(source: str) -> str:

@@ -11,7 +11,8 @@ along:
 ``Product`` says which of these; ``plain_product`` computes it with MLX's product, ``KernelProducts`` by the
 kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, in the
 quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or both: then
-the kernel reads the packed ones, MLX the plain ones.
+the kernel reads the packed ones, MLX the plain ones. From nine rows on, and over plain weights, the kernel of
+``staged_rows_source.py`` is tried too, where the device has what it needs.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import numpy as np
 
 from headrace.errors import one_line
 from headrace.runner import small_rows_source as source
-from headrace.runner.kernel_language import compile_ahead, cuda_kernel
+from headrace.runner import staged_rows_source
+from headrace.runner.kernel_language import compile_ahead, cuda_kernel, multiplies_by_warpgroups
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.row_operations import MLX_ROWS, RowOperations
-from headrace.runner.small_rows_tiling import BLOCK_ROWS, Tiling, bounds, tilings
+from headrace.runner.small_rows_tiling import BLOCK_ROWS, Staged, Tiling, bounds, staged_tilings, tilings
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import Cost, compiled_cost
 
@@ -58,7 +60,7 @@ _THEN = """
 """
 _THEN_THREADS = 256
 # How the kernel cuts a product; None: MLX's product instead.
-Way = Tiling | None
+Way = Tiling | Staged | None
 # From so many rows on, weights are unpacked for MLX's product. That over packed ones is then another kernel, which
 # MLX compiles when it is first called, for half a minute on an H200.
 LEAST_UNPACKED = 8
@@ -113,7 +115,7 @@ class Product:
     norm: Norm | None = None
     residual: mx.array | None = None
     gated: bool = False
-    tiling: Tiling | None = None
+    tiling: Way = None
 
     @property
     def form(self) -> Form:
@@ -186,7 +188,7 @@ class KernelProducts:
 
     def __init__(self, beside: RowOperations = MLX_ROWS) -> None:
         self._beside = beside
-        self._made: dict[tuple[str, ...], Any] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         dense, norm, residual, gated = product.dense, product.norm, product.residual, product.gated
@@ -203,46 +205,55 @@ class KernelProducts:
         given = {name: array for name, array in extra.items() if array is not None}
         parts = (*given, *(["GATE"] if gated else []), *([] if packed is None else ["PACKED"]))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
-        eps = 0.0 if norm is None else norm.eps
+        constants = tiling.constants
+        if isinstance(tiling, Tiling):
+            eps = 0.0 if norm is None else norm.eps
+            constants = [*constants, ("EPS", int(np.float32(eps).view(np.int32)))]
+        blocks = tiling.blocks(x.shape[0], outputs)
         y: mx.array = self._kernel(parts, tiling)(
             inputs=[x, *weights, *given.values()],
-            template=[
-                ("T", x.dtype),
-                ("MT", tiling.tiles),
-                ("NT", tiling.wide),
-                ("W", tiling.warps),
-                ("DEEP", tiling.deep),
-                ("EPS", int(np.float32(eps).view(np.int32))),
-                *([] if packed is None else packed_constants(packed)),
-            ],
-            grid=(-(-x.shape[0] // (8 * tiling.tiles)) * tiling.warps * 32, outputs // (16 * tiling.wide), 1),
-            threadgroup=(tiling.warps * 32, 1, 1),
+            template=[("T", x.dtype), *constants, *([] if packed is None else packed_constants(packed))],
+            grid=(blocks[0] * tiling.threads, *blocks[1:]),
+            threadgroup=(tiling.threads, 1, 1),
             output_shapes=[shape],
             output_dtypes=[x.dtype],
         )[0]
         return y
 
     @staticmethod
-    def tilings(rows: int, dtype: mx.Dtype, product: Product) -> list[Tiling]:
+    def tilings(rows: int, dtype: mx.Dtype, product: Product) -> list[Tiling | Staged]:
         """Those to try for ``rows`` rows; the first is the usual one."""
         normed = product.norm is not None and _takes_norm(product.norm, dtype)
         packed = product.dense.packed is not None
-        return tilings(rows, product.dense.shape[0], gated=product.gated, normed=normed, packed=packed)
+        outputs, inner = product.dense.shape
+        found: list[Tiling | Staged] = []
+        found += tilings(rows, outputs, gated=product.gated, normed=normed, packed=packed)
+        if not packed and multiplies_by_warpgroups():
+            found += staged_tilings(rows, outputs, inner)
+        return found
 
-    def _kernel(self, parts: tuple[str, ...], tiling: Tiling) -> Any:
-        limits = bounds(tiling.warps, tiling.tiles * tiling.wide, tiling.resident)
-        key = limits, *parts
+    def _kernel(self, parts: tuple[str, ...], tiling: Tiling | Staged) -> Any:
+        key = tiling.limits, *parts
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
             weights = ["w", "scales", "biases"] if "PACKED" in parts else ["w"]
             names = [part.lower() for part in parts if part not in ("GATE", "PACKED")]
-            product = source.PRODUCT + (PACKED_PRODUCT if "PACKED" in parts else "")
+            if isinstance(tiling, Staged):
+                name, body, header = (
+                    "staged_rows",
+                    staged_rows_source.BODY,
+                    staged_rows_source.header(tiling.limits),
+                )
+            else:
+                product = source.PRODUCT + (PACKED_PRODUCT if "PACKED" in parts else "")
+                name, body, header = "rows", source.BODY, source.MACHINE + product + bounds(*tiling.limits)
             self._made[key] = cuda_kernel(
-                name="_".join(["rows", *(part.lower() for part in parts)]),
+                name="_".join([name, *(part.lower() for part in parts)]),
                 input_names=["x", *weights, *names],
                 output_names=["y"],
-                source=source.BODY,
-                header=defines + source.MACHINE + product + limits,
+                source=body,
+                header=defines + header,
+                shared_memory=tiling.limits.shared_bytes if isinstance(tiling, Staged) else 0,
             )
         return self._made[key]
 
@@ -351,7 +362,7 @@ class SmallRowsKernel:
 
     def _quickest(
         self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array
-    ) -> tuple[Tiling, Cost] | None:
+    ) -> tuple[Tiling | Staged, Cost] | None:
         """The kernel's best tiling of those that are right, and what it costs; None: none is right."""
         possible = KernelProducts.tilings(x.shape[0], x.dtype, products[0])
         tried = [(way, self._checked_cost(key, way, products, x)) for way in possible]

@@ -64,6 +64,10 @@ DEVICE float inverse_root(float x) { return rsqrtf(x); }
 DEVICE float of_bits(int x) { return __int_as_float(x); }
 """
 
+SILU_GATE = """
+DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up; }
+"""
+
 # accumulate: sums of chunks [from, to) of NT weight tiles and MT tiles of 8 rows, in fragments. Per lane, with
 # g = lane / 4 and t = lane % 4: weights[n] and inputs[m] point at row g of their tile, position 8 t; total[n][m]
 # holds output g of row 2 t, row 2 t + 1, then output g + 8 of both. With NORMED, squares[m] sums up the squares of
@@ -168,8 +172,8 @@ DEVICE float gathered(const float (*sums)[NT * MT * 128], int tile, int output, 
   for (int w = 0; w < W / 2; ++w) sum += sums[w][at];
   return sum;
 }
-DEVICE float gate(float x, float up) { return x / (1.0f + exponential(-x)) * up; }
 """
+PRODUCT += SILU_GATE
 
 # Constants: T, MT tiles of 8 rows, NT tiles of 16 outputs, W warps, DEEP chunks loaded at once, EPS (bits of a
 # float). Defined or not: PACKED, NORM, GATE, RESIDUAL, BIAS. Inputs: x [M, ...] with K values a row, w [N, K], and

@@ -1,9 +1,9 @@
 """How products of few rows are cut for a GPU: the few tilings that a shape is measured with (``small_rows.py``).
 
-A *tiling* is the constants of one compiled form of the kernel (``small_rows_source.py``). No rule is right for all
-shapes and devices, and trying a tiling costs a start some hundredths of a second: a shape has up to three, taken
-from sweeps over the shapes of models with 1 and 8 billion weights on an H200. The first is used where nothing was
-measured.
+A *tiling* is the constants of one compiled form of a kernel: of ``small_rows_source.py``, or, *staged*, of
+``staged_rows_source.py``. No rule is right for all shapes and devices, and trying a tiling costs a start some
+hundredths of a second: a shape has up to three, taken from sweeps over the shapes of models with 1 and 8 billion
+weights on an H200, and up to two staged ones. The first is used where nothing was measured.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.runner import small_rows_source as source
+from headrace.runner import staged_rows_source as staged_source
 
 # Rows of one thread block; blocks of other rows read the same weights from the cache.
 BLOCK_ROWS = 32
 # Blocks get wider, and read inputs less often, while there are this many: about one per multiprocessor.
 LEAST_BLOCKS = 120
+# Staged blocks share the inner dimension until there are this many.
+LEAST_STAGED_BLOCKS = 110
 # Up to this many blocks start at once on a large GPU when each fills a multiprocessor.
 FILLING_BLOCKS = 132
 # A product of so many outputs has blocks enough for the widest ones, however few rows there are.
 MANY_OUTPUTS = 16384
+# Shared memory of a multiprocessor (compute capability 9.0), and blocks that can be a cluster everywhere.
+SHARED_BYTES = 228 << 10
+MOST_SPLITS = 8
 # Blocks of so few, such as those of an expert router, are narrow and share the inner dimension among many warps.
 FEW_OUTPUTS = 1024
 
@@ -44,9 +50,87 @@ class Tiling:
     resident: int | None = None
     apart: bool = False
 
+    @property
+    def constants(self) -> list[tuple[str, int]]:
+        """Of the source."""
+        return [("MT", self.tiles), ("NT", self.wide), ("W", self.warps), ("DEEP", self.deep)]
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.warps * 32
+
+    @property
+    def limits(self) -> tuple[int, int, int | None]:
+        """Arguments of ``bounds``."""
+        return self.warps, self.tiles * self.wide, self.resident
+
+    def blocks(self, rows: int, outputs: int) -> tuple[int, int, int]:
+        """Of the grid."""
+        return -(-rows // (8 * self.tiles)), outputs // (16 * self.wide), 1
+
     def __str__(self) -> str:
         parts = (self.tiles, self.wide, self.warps, self.deep, self.resident or "-")
         return "/".join(map(str, parts)) + (" apart" if self.apart else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Constants of one compiled form of the staged kernel, for which a norm is always an operation of its own.
+
+    Attributes:
+        tiles: of 8 rows; one of ``ROW_TILES`` of the source.
+        outputs: of a block; a multiple of 64.
+        deep: strips of 64 inner positions in a slice.
+        stages: slices in shared memory; at least two.
+        splits: blocks that share the inner dimension: a cluster, so at most 8.
+    """
+
+    tiles: int
+    outputs: int
+    deep: int
+    stages: int
+    splits: int
+
+    @property
+    def apart(self) -> bool:
+        """As that of ``Tiling``."""
+        return True
+
+    @property
+    def constants(self) -> list[tuple[str, int]]:
+        """Of the source."""
+        names = ("MT", "BN", "DEEP", "STAGES", "SPLITS")
+        values = (self.tiles, self.outputs, self.deep, self.stages, self.splits)
+        return list(zip(names, values, strict=True))
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 2 * self.outputs
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: the ring, and in its place at the end the sums in float32."""
+        ring = self.stages * self.deep * staged_source.STRIP * 2 * (self.outputs + 8 * self.tiles)
+        return max(ring, 8 * self.tiles * (self.outputs + 4) * 4)
+
+    @property
+    def limits(self) -> staged_source.Limits:
+        """What the kernel is compiled for beside its constants."""
+        resident = max(1, min(SHARED_BYTES // (self.shared_bytes + 1024), 1024 // self.threads))
+        return staged_source.Limits(self.threads, resident, self.splits, self.shared_bytes)
+
+    def blocks(self, rows: int, outputs: int) -> tuple[int, int, int]:
+        """Of the grid."""
+        return self.splits, outputs // self.outputs, -(-rows // (8 * self.tiles))
+
+    def takes(self, outputs: int, inner: int) -> bool:
+        """Whether weights of this shape can be cut so."""
+        return inner % staged_source.STRIP == 0 and outputs % self.outputs == 0
+
+    def __str__(self) -> str:
+        return f"staged {self.tiles}/{self.outputs}/{self.deep}/{self.stages}/{self.splits}"
 
 
 def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool) -> list[Tiling]:
@@ -57,6 +141,21 @@ def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool)
         found = _plain_tilings(rows, outputs, gated=gated)
     fitting = [tiling for tiling in found if outputs % (16 * tiling.wide) == 0]
     return list(dict.fromkeys(fitting))
+
+
+def staged_tilings(rows: int, outputs: int, inner: int) -> list[Staged]:
+    """Those to try with plain weights; there may be none.
+
+    A block as wide as possible reads the inputs least often; narrower ones need fewer splits.
+    """
+    tiles = next((tiles for tiles in staged_source.ROW_TILES if rows <= 8 * tiles), staged_source.ROW_TILES[-1])
+    found = []
+    for wide in (128, 256 if tiles > 8 else 64):
+        splits = 1
+        while splits < MOST_SPLITS and outputs // wide * splits < LEAST_STAGED_BLOCKS:
+            splits *= 2
+        found.append(Staged(tiles, wide, 1, 4 if tiles <= 8 else 3, splits))
+    return [tiling for tiling in found if tiling.takes(outputs, inner)]
 
 
 def _packed_tilings(rows: int, outputs: int, *, gated: bool, normed: bool) -> list[Tiling]:

@@ -23,6 +23,7 @@ from headrace.runner.row_operations import RowKernels
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
+from headrace.runner.small_rows_tiling import staged_tilings
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 from headrace.runner.token_feed import TokenFeed
 
@@ -78,6 +79,7 @@ def all_kernels() -> None:
     stores()
     products()
     rows()
+    staged_products()
     experts()
     sampling()
     TokenFeed(cuda_kernel)(mx.zeros((16,), mx.int32), mx.zeros((2, 5), mx.int32))
@@ -170,6 +172,19 @@ def rows() -> None:
         for width in (64, 896, 2048, 5120, 8192):
             own.rms_norm(mx.zeros((17, 1, width), dtype), mx.ones((width,), dtype), 1e-5)
         own.silu_gate(mx.zeros((17, 16384), dtype))
+
+
+def staged_products() -> None:
+    own = KernelProducts()
+    for dtype in HALF:
+        weights = {width: Dense(mx.zeros((width, 2048), dtype)) for width in (2048, 16384)}
+        for rows in (16, 32, 64, 128):
+            x = mx.zeros((rows, 1, 2048), dtype)
+            for tiling in staged_tilings(rows, 2048, 2048):
+                own(x, Product(weights[2048], residual=x, tiling=tiling))
+                own(x, Product(Dense(weights[2048].weight, mx.zeros((2048,), dtype)), tiling=tiling))
+            for tiling in staged_tilings(rows, 16384, 2048):
+                own(x, Product(weights[16384], gated=True, tiling=tiling))
 
 
 def packed(shape: tuple[int, ...], bits: int, group: int, dtype: mx.Dtype) -> PackedWeights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class EmulatedKernel:
         shared_memory: int,
     ) -> None:
         assert MACHINE in header or "asm" not in header or "#ifdef __CUDACC__" in header
+        clusters = re.search(r"__cluster_dims__\((\d+), 1, 1\)", header)
+        self._cluster = int(clusters[1]) if clusters else 1
         self._folder = folder
         self._names = list(input_names), list(output_names)
         self._source, self._header = source, header.replace(MACHINE, "")
@@ -56,7 +59,7 @@ class EmulatedKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         assert len(inputs) == len(self._names[0]) and threadgroup[1:] == (1, 1)
-        assert grid[0] % threadgroup[0] == 0, "blocks are whole"
+        assert grid[0] % (threadgroup[0] * self._cluster) == 0, "blocks and clusters are whole"
         library = self._library([array.dtype for array in inputs], template, output_dtypes)
         arrays, shapes = [host(array) for array in inputs], [np.array(array.shape, np.int32) for array in inputs]
         outputs = [
@@ -94,7 +97,7 @@ class EmulatedKernel:
           }}
           extern "C" void run(uint grid_x, uint grid_y, uint grid_z, uint threads, {signature}) {{
             shim::launch_cuda({{grid_x, grid_y, grid_z}}, int(threads), [&] {{ kernel({arguments}); }},
-                              {self._shared_memory});
+                              {self._shared_memory}, {self._cluster});
           }}"""
         stem = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         if not stem.with_suffix(".so").exists():

@@ -3,6 +3,7 @@
     python tests/runner/gpu_products.py                   everything but the sweep, under three minutes
     python tests/runner/gpu_products.py --only times --shapes llama-8b
     python tests/runner/gpu_products.py --only sweep      which tiling is fastest per shape
+    python tests/runner/gpu_products.py --only staged     the staged kernel's tilings by recorded chains
 
 Goes on after a failure; prints all failures at the end and exits with 1. Two times per product, each with weights
 of several layers in turn, so that they come from memory:
@@ -31,8 +32,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from headrace.runner import small_rows
+from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, plain_product
-from headrace.runner.small_rows_tiling import Tiling, tilings
+from headrace.runner.small_rows_tiling import Staged, Tiling, staged_tilings, tilings
+from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import best_seconds
 
 ROWS = (1, 5, 8, 32)
@@ -304,6 +308,97 @@ def candidates(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     return sorted(made, key=lambda t: (t.wide, t.warps, t.deep))
 
 
+STAGED_ROWS = (1, 8, 16, 32, 64, 128)
+
+
+def staged(products: KernelProducts, shapes: Sequence[str]) -> None:
+    """Device microseconds of the library, the best other tiling and staged ones, in steps as they are replayed."""
+    recorder = Recorder.for_device()
+    if recorder is None:
+        say("FAILED staged: nothing can be recorded")
+        return
+    compile_ahead(partial(staged_forms, products, shapes))
+    say("compiled; us: library | others | staged tiles/outputs/deep/stages/splits, * is tried at a start")
+    for shape in shapes:
+        for label, outputs, inner, kind in product_cases(shape):
+            weights = ring(outputs, inner)
+            for rows in STAGED_ROWS:
+                name = f"{shape} {label} {outputs} x {inner}, {rows} rows"
+                attempt(name, partial(staged_one, products, recorder, name, rows, (outputs, inner), kind, weights))
+
+
+def staged_forms(products: KernelProducts, shapes: Sequence[str]) -> None:
+    """Call every form once without evaluating it."""
+    for shape in shapes:
+        for _, outputs, inner, kind in product_cases(shape):
+            for rows in STAGED_ROWS:
+                x, product = random_product(rows, outputs, inner, kind, mx.bfloat16)
+                for tiling in (*other_tilings(rows, product), *staged_candidates(rows, outputs, inner)):
+                    products(x, replace(product, tiling=tiling))
+
+
+def staged_one(
+    products: KernelProducts,
+    recorder: Recorder,
+    name: str,
+    rows: int,
+    size: tuple[int, int],
+    kind: dict[str, bool],
+    weights: Iterator[Dense],
+) -> str | None:
+    x, product = random_product(rows, *size, {**kind}, mx.bfloat16)
+    layers = [replace(product, dense=next(weights)) for _ in range(12)]
+    mx.eval([x, product.residual] if product.residual is not None else x)
+    right = plain_product(x, layers[0])
+    usual = small_rows._cost(plain_product, layers, x, recorder).device * 1e6
+    found: dict[Tiling | Staged, float] = {}
+    faults = []
+    for tiling in (*other_tilings(rows, product), *staged_candidates(rows, *size)):
+
+        def by(x: mx.array, product: Product, tiling: Tiling | Staged = tiling) -> mx.array:
+            return products(x, replace(product, tiling=tiling))
+
+        try:
+            wrong = small_rows.largest_difference(by(x, layers[0]), right)
+            if not wrong <= small_rows.TOLERANCE:
+                faults.append(f"{tiling} differs by {wrong:.3g}")
+                continue
+            found[tiling] = small_rows._cost(by, layers, x, recorder).device * 1e6
+        except Exception as error:
+            faults.append(f"{tiling}: {str(error).splitlines()[0][:100]}")
+    tried = staged_tilings(rows, *size)
+    words = [
+        f"{'*' if tiling in tried else ''}{str(tiling).removeprefix('staged ')} {us:.1f}"
+        for tiling, us in sorted(found.items(), key=lambda pair: pair[1])
+        if isinstance(tiling, Staged)
+    ]
+    others = [(us, str(tiling)) for tiling, us in found.items() if isinstance(tiling, Tiling)]
+    other = "{1} {0:.1f}".format(*min(others)) if others else "-"
+    say(f"{name}: {usual:.1f} | {other} | {', '.join(words)}")
+    return "; ".join(faults) or None
+
+
+def other_tilings(rows: int, product: Product) -> list[Tiling | Staged]:
+    found = KernelProducts.tilings(rows, mx.bfloat16, product)
+    return [tiling for tiling in found if isinstance(tiling, Tiling)]
+
+
+def staged_candidates(rows: int, outputs: int, inner: int) -> list[Staged]:
+    """Those that are tried at a start, and as many as there is time for."""
+    tiles = max(1, rows // 8)
+    usual = staged_tilings(rows, outputs, inner)
+    found = [*usual, *(replace(tiling, splits=2 * tiling.splits) for tiling in usual)]
+    for tiling in usual:
+        if tiling.outputs == 64:
+            found += [replace(tiling, stages=8), replace(tiling, deep=2)]
+        elif tiling.outputs == 128:
+            found += [replace(tiling, stages=5 if tiles <= 4 else 6), replace(tiling, deep=2, stages=3)]
+        else:
+            found += [replace(tiling, stages=4), Staged(tiles, 64, 1, 4, min(2 * tiling.splits, 8))]
+    fitting = (tiling for tiling in found if tiling.takes(outputs, inner) and tiling.splits <= 8)
+    return [tiling for tiling in dict.fromkeys(fitting) if tiling.shared_bytes <= 227 << 10]
+
+
 # -- experts -----------------------------------------------------------------------------------------------
 
 
@@ -456,7 +551,7 @@ def check_blocks(name: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", default="checks,blocks,experts,times", help="checks, blocks, experts, times, sweep"
+        "--only", default="checks,blocks,experts,times", help="checks, blocks, experts, times, sweep, staged"
     )
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b,qwen3-30b-a3b")
@@ -477,6 +572,8 @@ def main() -> None:
         experts(long)
     if "times" in parts:
         times(products, shapes, [int(rows) for rows in args.rows.split(",")], long)
+    if "staged" in parts:
+        staged(products, shapes)
     if "sweep" in parts:
         sweep(products, shapes, long, args.sweep_seconds)
     say(f"{len(failures)} failures")

@@ -27,24 +27,16 @@ Packed pools (``kv_packing.py``): codes and scales are copied, and unpacked to T
 from __future__ import annotations
 
 from headrace.runner.attention.tile_decode_source import UNROLL_AND_EXP2
+from headrace.runner.shared_memory_source import COPIES
 from headrace.runner.small_rows_source import BOUNDS, MACHINE
 
 THREADS = 128
 # Blocks that shall share a multiprocessor: 255 registers a thread.
 BLOCKS = 2
 
-# Addresses of shared memory are bytes from its begin. copy16: 16 bytes, or zeros. fragments: four matrices of
-# 8 x 8 numbers of 16 bits; lane i names row i % 8 of matrix i / 8.
+# fragments: four matrices of 8 x 8 numbers of 16 bits; lane i names row i % 8 of matrix i / 8.
 _INSTRUCTIONS = """
 #ifdef __CUDACC__
-DEVICE unsigned shared_memory() {
-  extern __shared__ uint4 storage[];
-  return unsigned(__cvta_generic_to_shared(storage));
-}
-DEVICE void copy16(unsigned to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-    :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
 DEVICE void copy4(unsigned to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
@@ -59,13 +51,6 @@ DEVICE unsigned taken4(unsigned from) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
-DEVICE void put16(unsigned to, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
-    :: "r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-DEVICE void started() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-DEVICE void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 DEVICE void fragments(unsigned (&x)[4], unsigned at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
@@ -153,7 +138,7 @@ DEVICE void unpack(unsigned to, unsigned codes, unsigned scales, int first, int 
 DEVICE float soft(float x) { return 1.0f - 2.0f / (1.0f + EXP2(x * 2.88539008f)); }
 """
 
-HEADER = MACHINE + UNROLL_AND_EXP2 + _INSTRUCTIONS + _TILE + BOUNDS.format(threads=THREADS, blocks=BLOCKS)
+HEADER = MACHINE + UNROLL_AND_EXP2 + COPIES + _INSTRUCTIONS + _TILE + BOUNDS.format(threads=THREADS, blocks=BLOCKS)
 
 # Constants: T, DK and DV elements of a key and a value, G queries per KV head, KV heads, MT tiles of 16 rows per
 # warp, BN keys at a time, HAS_SOFTCAP; WHOLE: one split, which writes the result.

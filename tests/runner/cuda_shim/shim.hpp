@@ -8,7 +8,7 @@
 #define __forceinline__ inline
 #define __noinline__ inline
 #define DEVICE static inline
-#define __syncthreads() shim::group_barrier()
+#define __syncthreads() shim::block_barrier()
 #define NEXT_MAY_START()
 #define WAIT_FOR_EARLIER()
 
@@ -41,11 +41,27 @@ struct __nv_bfloat16 {
 };
 using __half = _Float16;
 
-#define threadIdx shim::thread_position
-#define blockIdx shim::threadgroup_position
 inline uint3 grid_dim, block_dim;
 #define gridDim grid_dim
 #define blockDim block_dim
+
+// A cluster's blocks are one group of fibers, one block's after another's.
+namespace shim {
+inline int cluster_blocks = 1;
+inline int block_in_cluster() { return group.current / int(block_dim.x); }
+inline uint3 thread_index() { return {uint(group.current) % block_dim.x, 0, 0}; }
+inline uint3 block_index() {
+  return {threadgroup_position.x * cluster_blocks + block_in_cluster(), threadgroup_position.y, threadgroup_position.z};
+}
+inline std::vector<int> block_arrivals;
+inline void block_barrier() {
+  if (cluster_blocks == 1) return group_barrier();
+  const int first = block_in_cluster() * int(block_dim.x);
+  wait(block_arrivals, first, first + int(block_dim.x));
+}
+}  // namespace shim
+#define threadIdx shim::thread_index()
+#define blockIdx shim::block_index()
 
 template <typename T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -124,24 +140,27 @@ inline unsigned transpose(unsigned mine) {
   return result;
 }
 
-// Shared memory that is asked for at the launch: addresses are places in it.
+// Shared memory that is asked for at the launch: addresses are places in it. Each block of a cluster has its own.
 inline std::vector<unsigned char> shared_bytes;
-inline unsigned char* shared_at(unsigned at, unsigned count) {
-  if (at % count != 0 || at + count > shared_bytes.size()) {
-    std::fprintf(stderr, "shared memory at %u of %zu\n", at, shared_bytes.size());
+inline unsigned char* shared_at(unsigned at, unsigned count, int block = block_in_cluster()) {
+  const size_t own = shared_bytes.size() / cluster_blocks;
+  if (at % count != 0 || at + count > own) {
+    std::fprintf(stderr, "shared memory at %u of %zu\n", at, own);
     std::abort();
   }
-  return &shared_bytes[at];
+  return &shared_bytes[block * own + at];
 }
 
 // cp.async: a copy may arrive at once or as late as it is waited for; every other one does so late.
 struct Copy {
   unsigned to, count;
+  int group;
   unsigned char bytes[16];
 };
 inline std::vector<Copy> under_way[1024];
+inline int groups_started[1024];
 inline void copy(unsigned to, const void* from, unsigned count, bool real) {
-  Copy copy{to, count, {}};
+  Copy copy{to, count, groups_started[group.current], {}};
   if (real) std::memcpy(copy.bytes, from, count);
   unsigned char* place = shared_at(to, count);
   static unsigned copies = 0;
@@ -151,9 +170,40 @@ inline void copy(unsigned to, const void* from, unsigned count, bool real) {
     under_way[group.current].push_back(copy);
   }
 }
-inline void arrived() {
-  for (const Copy& copy : under_way[group.current]) std::memcpy(shared_at(copy.to, copy.count), copy.bytes, copy.count);
-  under_way[group.current].clear();
+// All groups of copies have arrived but the last ``groups``; what is in none yet may be late still.
+inline void arrived(int groups) {
+  const int last = groups_started[group.current] - groups;
+  std::vector<Copy> late;
+  for (const Copy& copy : under_way[group.current]) {
+    if (copy.group < last) {
+      std::memcpy(shared_at(copy.to, copy.count), copy.bytes, copy.count);
+    } else {
+      late.push_back(copy);
+    }
+  }
+  under_way[group.current] = late;
+}
+
+// wgmma m64nNk16: both matrices are read from shared memory, rows 128 bytes apart; pieces of 16 bytes are permuted by
+// address bits 7 to 9. Fragments of warp w of four are those of mma.sync for outputs 16 w to 16 w + 15.
+template <typename T>
+inline float strip_element(unsigned at, int row, int k) {
+  const unsigned place = at + row * 128 + k * 2;
+  T value;
+  std::memcpy(&value, shared_at(place ^ (place >> 7 & 7) << 4, 2), 2);
+  return float(value);
+}
+template <typename T, int MT>
+inline void multiply64(float (&c)[MT][4], unsigned weights, unsigned inputs) {
+  const int lane = group.current % 32, warp = group.current % block_dim.x / 32 % 4;
+  for (int m = 0; m < MT; ++m)
+    for (int i = 0; i < 4; ++i) {
+      const int output = warp * 16 + lane / 4 + i / 2 * 8, row = m * 8 + lane % 4 * 2 + i % 2;
+      double sum = 0.0;
+      for (int k = 0; k < 16; ++k)
+        sum += double(strip_element<T>(weights, output, k)) * strip_element<T>(inputs, row, k);
+      c[m][i] += float(sum);
+    }
 }
 
 // ldmatrix x4: lane i names row i % 8 of matrix i / 8; lane i gets elements i % 4 * 2 and the next of row i / 4.
@@ -172,11 +222,13 @@ inline void fragments(unsigned (&x)[4], unsigned at, bool turned) {
   warp_barrier();
 }
 
-inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body, int bytes = 0) {
+inline void launch_cuda(uint3 blocks, int threads, const std::function<void()>& body, int bytes = 0, int cluster = 1) {
   grid_dim = blocks;
-  shared_bytes.assign(bytes, 0xff);
+  cluster_blocks = cluster;
+  shared_bytes.assign(bytes * cluster, 0xff);
   block_dim = {uint(threads), 1, 1};
-  launch({blocks.x * threads, blocks.y, blocks.z}, threads, body);
+  block_arrivals.assign(threads * cluster, 0);
+  launch({blocks.x * threads, blocks.y, blocks.z}, threads * cluster, body);
 }
 }  // namespace shim
 
@@ -233,9 +285,28 @@ inline T taken(unsigned from) {
 inline uint4 taken16(unsigned from) { return taken<uint4>(from); }
 inline unsigned taken4(unsigned from) { return taken<unsigned>(from); }
 inline void put16(unsigned to, uint4 x) { std::memcpy(shim::shared_at(to, 16), &x, 16); }
-inline void started() {}
-inline void arrived() { shim::arrived(); }
-inline void meet() { shim::group_barrier(); }
+inline void started() { ++shim::groups_started[shim::group.current]; }
+template <int GROUPS>
+inline void arrived_but() { shim::arrived(GROUPS); }
+inline void arrived() { shim::arrived(0); }
+inline void meet() { shim::block_barrier(); }
+inline void visible() {}
+inline void begin_products() {}
+inline void given_products() {}
+template <int MT>
+inline void end_products(float (&)[MT][4]) {}
+template <typename T, int MT>
+inline void multiply64(float (&c)[MT][4], unsigned weights, unsigned inputs, const T*) {
+  shim::multiply64<T, MT>(c, weights, inputs);
+}
+inline void put_float(unsigned to, float x) { std::memcpy(shim::shared_at(to, 4), &x, 4); }
+inline void add4_of(float (&sum)[4], unsigned from, int block) {
+  float values[4];
+  std::memcpy(values, shim::shared_at(from, 16, block), 16);
+  for (int i = 0; i < 4; ++i) sum[i] += values[i];
+}
+inline void add4(float (&sum)[4], unsigned from) { add4_of(sum, from, shim::block_in_cluster()); }
+inline void meet_cluster() { shim::group_barrier(); }
 inline void fragments(unsigned (&x)[4], unsigned at) { shim::fragments(x, at, false); }
 inline void turned_fragments(unsigned (&x)[4], unsigned at) { shim::fragments(x, at, true); }
 template <typename T>
