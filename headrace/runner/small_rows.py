@@ -11,8 +11,8 @@ along:
 ``Product`` says which of these; ``plain_product`` computes it with MLX's product, ``KernelProducts`` by the
 kernel, ``SmallRowsKernel`` by whichever was right and faster for the shape when measured at load, in the
 quickest tiling (``small_rows_tiling.py``). Weights may be plain, packed (``packed_rows_source.py``) or both: then
-the kernel reads the packed ones, MLX the plain ones. From nine rows on, and over plain weights, the kernel of
-``staged_rows_source.py`` is tried too, where the device has what it needs.
+the kernel reads the packed ones, MLX the plain ones. Over plain weights the kernel of ``staged_rows_source.py`` is
+tried too, where the device has what it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from headrace.runner.timing import Cost, compiled_cost
 MAX_ROWS = 128
 TOLERANCE = 2e-2
 # Counts of rows that are measured; a count goes by the smallest of these that holds it.
-MEASURED_ROWS = (1, 8, 16, BLOCK_ROWS, MAX_ROWS)
+MEASURED_ROWS = (1, 8, 16, BLOCK_ROWS, 64, MAX_ROWS)
 # A way that takes this many times longer than the best one is not tried with more rows.
 HOPELESS = 4.0
 # A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
@@ -184,10 +184,14 @@ class KernelProducts:
 
     Args:
         beside: what norms inputs that the kernel does not norm itself.
+        anew: put before and behind a cluster of blocks (``Recorder.anew``); None: they need nothing.
     """
 
-    def __init__(self, beside: RowOperations = MLX_ROWS) -> None:
+    def __init__(
+        self, beside: RowOperations = MLX_ROWS, anew: Callable[[mx.array], mx.array] | None = None
+    ) -> None:
         self._beside = beside
+        self._anew = anew
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
@@ -210,6 +214,9 @@ class KernelProducts:
             eps = 0.0 if norm is None else norm.eps
             constants = [*constants, ("EPS", int(np.float32(eps).view(np.int32)))]
         blocks = tiling.blocks(x.shape[0], outputs)
+        anew = self._anew if tiling.is_cluster else None
+        if anew is not None:
+            x = anew(x)
         y: mx.array = self._kernel(parts, tiling)(
             inputs=[x, *weights, *given.values()],
             template=[("T", x.dtype), *constants, *([] if packed is None else packed_constants(packed))],
@@ -218,18 +225,21 @@ class KernelProducts:
             output_shapes=[shape],
             output_dtypes=[x.dtype],
         )[0]
-        return y
+        return y if anew is None else anew(y)
 
     @staticmethod
-    def tilings(rows: int, dtype: mx.Dtype, product: Product) -> list[Tiling | Staged]:
-        """Those to try for ``rows`` rows; the first is the usual one."""
+    def tilings(rows: int, dtype: mx.Dtype, product: Product, *, clusters: bool = True) -> list[Tiling | Staged]:
+        """Those to try for ``rows`` rows; the first is the usual one. ``clusters``: of blocks, too."""
         normed = product.norm is not None and _takes_norm(product.norm, dtype)
         packed = product.dense.packed is not None
         outputs, inner = product.dense.shape
         found: list[Tiling | Staged] = []
         found += tilings(rows, outputs, gated=product.gated, normed=normed, packed=packed)
         if not packed and multiplies_by_warpgroups():
-            found += staged_tilings(rows, outputs, inner)
+            staged = staged_tilings(rows, outputs, inner)
+            staged = [tiling for tiling in staged if clusters or not tiling.is_cluster]
+            # Of more rows it is ahead of the other kernel everywhere (H200).
+            found = [*([] if staged and rows > BLOCK_ROWS else found), *staged]
         return found
 
     def _kernel(self, parts: tuple[str, ...], tiling: Tiling | Staged) -> Any:
@@ -293,7 +303,7 @@ class SmallRowsKernel:
         recorder: Recorder | None = None,
         beside: RowOperations = MLX_ROWS,
     ) -> None:
-        self._own: Products = own or KernelProducts(beside)
+        self._own: Products = own or KernelProducts(beside, None if recorder is None else recorder.anew)
         self._beside = beside
         self._recorder = recorder
         self._chosen: dict[tuple[Any, ...], Way] = {}
@@ -321,7 +331,7 @@ class SmallRowsKernel:
             x = mx.zeros((rows, 1, inner), dense.dtype)
             product = Product(dense, norm, mx.zeros((rows, 1, outputs), x.dtype) if residual else None, gated)
             if takes(rows, x.dtype, dense, gated=gated):
-                for way in (None, *KernelProducts.tilings(rows, x.dtype, product)):
+                for way in (None, *self._tilings(rows, x.dtype, product)):
                     self._by(way, x, product)
 
     def measure(
@@ -364,7 +374,7 @@ class SmallRowsKernel:
         self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array
     ) -> tuple[Tiling | Staged, Cost] | None:
         """The kernel's best tiling of those that are right, and what it costs; None: none is right."""
-        possible = KernelProducts.tilings(x.shape[0], x.dtype, products[0])
+        possible = self._tilings(x.shape[0], x.dtype, products[0])
         tried = [(way, self._checked_cost(key, way, products, x)) for way in possible]
         right = [(way, cost) for way, cost in tried if cost is not None]
         return min(right, key=lambda one: one[1].in_a_step) if right else None
@@ -376,6 +386,10 @@ class SmallRowsKernel:
             self._beside = MLX_ROWS
             cost = self._checked_cost(key, None, products, x)
         return cost
+
+    def _tilings(self, rows: int, dtype: mx.Dtype, product: Product) -> list[Tiling | Staged]:
+        # Without a recorder MLX would launch clusters for good, slowly (see ``Recorder.anew``).
+        return KernelProducts.tilings(rows, dtype, product, clusters=self._recorder is not None)
 
     def _checked_cost(
         self, key: tuple[Any, ...], way: Way, products: Sequence[Product], x: mx.array

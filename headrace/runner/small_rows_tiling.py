@@ -51,6 +51,11 @@ class Tiling:
     apart: bool = False
 
     @property
+    def is_cluster(self) -> bool:
+        """Whether several blocks read each other's shared memory."""
+        return False
+
+    @property
     def constants(self) -> list[tuple[str, int]]:
         """Of the source."""
         return [("MT", self.tiles), ("NT", self.wide), ("W", self.warps), ("DEEP", self.deep)]
@@ -96,6 +101,11 @@ class Staged:
     def apart(self) -> bool:
         """As that of ``Tiling``."""
         return True
+
+    @property
+    def is_cluster(self) -> bool:
+        """As that of ``Tiling``."""
+        return self.splits > 1
 
     @property
     def constants(self) -> list[tuple[str, int]]:
@@ -146,15 +156,15 @@ def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool)
 def staged_tilings(rows: int, outputs: int, inner: int) -> list[Staged]:
     """Those to try with plain weights; there may be none.
 
-    A block as wide as possible reads the inputs least often; narrower ones need fewer splits.
+    Narrow blocks need fewer splits, wide ones read the inputs less often.
     """
     tiles = next((tiles for tiles in staged_source.ROW_TILES if rows <= 8 * tiles), staged_source.ROW_TILES[-1])
     found = []
-    for wide in (128, 256 if tiles > 8 else 64):
+    for wide, stages in ((64, 4), (128, 3)):
         splits = 1
         while splits < MOST_SPLITS and outputs // wide * splits < LEAST_STAGED_BLOCKS:
             splits *= 2
-        found.append(Staged(tiles, wide, 1, 4 if tiles <= 8 else 3, splits))
+        found.append(Staged(tiles, wide, 2, stages, splits))
     return [tiling for tiling in found if tiling.takes(outputs, inner)]
 
 

@@ -103,6 +103,11 @@ class Recorder:
             graph.end()
         return graph, arrays
 
+    def anew(self, array: mx.array) -> mx.array:
+        """``array``; what MLX launches around it is instantiated for itself, as clusters of blocks need."""
+        found: mx.array = self.native.anew(array)
+        return found
+
     def device_seconds(self, build: Callable[[], list[mx.array]]) -> float:
         """Seconds that the device takes for what ``build`` gives, however long the host needs to build it.
 

@@ -563,7 +563,8 @@ def main() -> None:
     if mx.default_device() != mx.gpu or mx.metal.is_available():
         sys.exit("needs a CUDA GPU")
     parts, shapes = args.only.split(","), args.shapes.split(",")
-    products, long = KernelProducts(), Long()
+    recorder = Recorder.for_device()
+    products, long = KernelProducts(anew=None if recorder is None else recorder.anew), Long()
     if "checks" in parts:
         checks(products)
     if "blocks" in parts:

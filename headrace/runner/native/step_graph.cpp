@@ -313,6 +313,32 @@ class Replay : public OnGpu {
   std::vector<char> sent_;
 };
 
+// An array as it is; MLX's graph that the operations around it go into is instantiated by itself. Otherwise MLX
+// changes the parameters of a graph with as many kernels that it has launched before, which goes wrong where a kernel
+// is a cluster of blocks and was none there.
+class Anew : public mx::Primitive {
+ public:
+  Anew() : mx::Primitive(mx::default_stream(mx::Device::gpu)) {}
+  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("graphs are of a GPU");
+  }
+  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cu::get_command_encoder(stream());
+    if (encoder.node_count_ + kRoom > encoder.max_ops_per_graph_) encoder.commit();
+    encoder.is_graph_updatable_ = false;
+    outputs[0].copy_shared_buffer(inputs[0]);
+  }
+  const char* name() const override { return "GraphAnew"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  static constexpr int kRoom = 32;  // so that MLX does not end the graph between this and the cluster
+};
+
+mx::array anew(const mx::array& array) {
+  return mx::array(array.shape(), array.dtype(), std::make_shared<Anew>(), {array});
+}
+
 mx::array mark(std::shared_ptr<StepGraph> graph, const std::vector<mx::array>& results) {
   return mx::array({1}, mx::int32, std::make_shared<Mark>(std::move(graph)), results);
 }
@@ -353,6 +379,7 @@ NB_MODULE(headrace_step_graph, m) {
   nb::class_<Reader>(m, "Reader")
       .def(nb::init<>())
       .def("read", &Reader::read);
+  m.def("anew", &anew);
   m.def("mark", &mark);
   m.def("replay", &replay);
 }
