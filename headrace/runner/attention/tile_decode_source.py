@@ -124,7 +124,7 @@ template <typename T, int DK, int DV, int KV> struct Reader {
       UNROLL for (int n = 0; n < 2; ++n) {
         const uint4* own = reinterpret_cast<const uint4*>(k) + (rows.at(lane.g + n * 8) * (DK / 8) + lane.t);
         UNROLL for (int c = 0; c < CK; ++c)
-          piece[n][c] = stream(own + (c * 4 + 4 <= DK / 8 || c * 4 + lane.t < DK / 8 ? c * 4 : 0));
+          piece[n][c] = once(own + (c * 4 + 4 <= DK / 8 || c * 4 + lane.t < DK / 8 ? c * 4 : 0));
       }
     }
     __forceinline__ void scores(const Query& query, float (&score)[2][2]) const {
@@ -144,7 +144,7 @@ template <typename T, int DK, int DV, int KV> struct Reader {
       UNROLL for (int i = 0; i < 4; ++i) {
         const unsigned at = rows.at(2 * lane.t + i % 2 + i / 2 * 8) * (DV / 8);
         UNROLL for (int c = 0; c < CV; ++c)
-          piece[i][c] = stream(reinterpret_cast<const uint4*>(v) +
+          piece[i][c] = once(reinterpret_cast<const uint4*>(v) +
                                (at + (c * 8 + 8 <= DV / 8 || c * 8 + lane.g < DV / 8 ? c * 8 + lane.g : 0)));
       }
     }

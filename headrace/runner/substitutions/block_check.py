@@ -7,7 +7,7 @@ steps, and must not lean to one side. One block of each form is timed. What fail
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.decoder_block import (
     DenseFeedForward,
     FeedForward,
@@ -60,6 +61,7 @@ class BlockTools:
         experts: which experts are computed by a kernel.
         timed: whether a block that is slower than the unmodified one is left out.
         bits: of packed pools' codes; None: pools hold vectors as they come.
+        recorder: where decode steps are recorded and replayed, so that an operation costs the host nothing.
     """
 
     products: SmallRowsKernel
@@ -68,6 +70,7 @@ class BlockTools:
     experts: ExpertsChoice
     timed: bool = True
     bits: int | None = None
+    recorder: Recorder | None = None
 
 
 def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int, str]:
@@ -266,19 +269,28 @@ def _is_faster(block: FusedBlock, tools: BlockTools) -> bool:
         return True
     own = usual = 0.0
     for rows in (1, 8, 32):
-        own += _cost(block, block, tools.store, rows, tools.bits).in_a_step
-        usual += _cost(block.inner, block, tools.store, rows, tools.bits).in_a_step
+        own += _cost(block, block, tools, rows).in_a_step
+        usual += _cost(block.inner, block, tools, rows).in_a_step
     return own < usual
 
 
-def _cost(
-    module: nn.Module, block: FusedBlock, store: PoolStore | None, rows: int, bits: int | None = None
-) -> Cost:
+def _cost(module: nn.Module, block: FusedBlock, tools: BlockTools, rows: int) -> Cost:
     """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
-    x, view = _input(block, rows), _view(block, store, rows, bits)
+    x, view = _input(block, rows), _view(block, tools.store, rows, tools.bits)
+    run = partial(module, mask=PagedMask(None), cache=view)
+    if tools.recorder is not None:
+        mx.eval(x)
+        return Cost(0.0, tools.recorder.device_seconds(partial(_chained, run, x)) / _BLOCKS_TOGETHER)
     inputs = [x + 0.01 * index for index in range(_BLOCKS_TOGETHER)]
     mx.eval(inputs)
-    return compiled_cost([partial(module, mask=PagedMask(None), cache=view)] * len(inputs), inputs)
+    return compiled_cost([run] * len(inputs), inputs)
+
+
+def _chained(run: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.array]:
+    """As many blocks one after another."""
+    for _ in range(_BLOCKS_TOGETHER):
+        x = run(x)
+    return [x]
 
 
 def _input(block: FusedBlock, rows: int) -> mx.array:

@@ -33,7 +33,8 @@ def substitute_decode_products(
     rotate = RotateAndStore.for_device()
     note = "decode blocks: fused 0; pools are not written in place here"
     if store is not None and rotate is not None:
-        _, note = substitute_decoder_blocks(model, BlockTools(products, rotate, store, experts, bits=bits))
+        tools = BlockTools(products, rotate, store, experts, bits=bits, recorder=recorder)
+        _, note = substitute_decoder_blocks(model, tools)
     blocks = [f"{path}." for path, module in model.named_modules() if isinstance(module, FusedBlock)]
     substitute_packed(model, products, blocks)
     substitute_small_row_linears(model, products)

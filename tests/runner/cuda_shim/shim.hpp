@@ -244,6 +244,7 @@ inline uint4 cached(const void* at) {
   return value;
 }
 inline uint4 stream(const void* at) { return cached(at); }
+inline uint4 once(const void* at) { return cached(at); }
 inline float low(unsigned x) { return of_bits(int(x << 16)); }
 inline float high(unsigned x) { return of_bits(int(x & 0xffff0000u)); }
 inline unsigned scaled(unsigned x, unsigned by) {
