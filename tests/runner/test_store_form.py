@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from headrace.runner import pool_store
-from headrace.runner.attention import rotate_store
+from headrace.runner.attention import rotate_store_source
 from headrace.runner.kernel_language import METAL_NAMES
 from headrace.runner.kv_packing import VectorPacking
 
@@ -91,6 +91,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
         "THREADS": -(-dim // 32) * 32,
         "H": heads,
         "KV": kv,
+        "EACH": 1,
         "ROT": rotated,
         "PAIRS": int(pairs),
         "NORM": int(norm),
@@ -106,9 +107,9 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
             METAL_NAMES,
             "using T = float;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.body(packed=False)} }}",
-            f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
-            f"  [&] {{ kernel({arguments}); }}); }}",
+            f"void kernel({inputs}) {{ {rotate_store_source.body('step', packed=False)} }}",
+            f'extern "C" void run({inputs}) {{',
+            f"  shim::launch({{uint(THREADS), {rows}, H + 2 * KV}}, THREADS, [&] {{ kernel({arguments}); }}); }}",
         ],
         tmp_path,
     )
@@ -134,7 +135,7 @@ def test_packs_and_stores(dim: int, group: int, bits: int, tmp_path: Path) -> No
     slots, offsets = np.array([3, 19], np.int32), np.array([0, 77], np.int32)
     queries, after = np.zeros((rows, heads, dim), np.float32), np.ones(1, np.int32)
     constants = {"D": dim, "THREADS": groups * group, "H": heads, "KV": kv, "ROT": dim, "PAIRS": 0, "NORM": 0}
-    constants |= {"MARKS": 1, "BITS": bits, "GROUP": group}
+    constants |= {"EACH": 1, "MARKS": 1, "BITS": bits, "GROUP": group}
     inputs = (
         "const T* qkv, const uint* k, const S* ks, const S* kb, const uint* v, const S* vs, const S* vb, "
         "const int* slots, const int* offsets, const float* inv_freq, const T* q_norm, const T* k_norm, "
@@ -146,9 +147,9 @@ def test_packs_and_stores(dim: int, group: int, bits: int, tmp_path: Path) -> No
             METAL_NAMES,
             "using T = float; using S = half;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.body(packed=True)} }}",
-            f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
-            f"  [&] {{ kernel({arguments}); }}); }}",
+            f"void kernel({inputs}) {{ {rotate_store_source.body('step', packed=True)} }}",
+            f'extern "C" void run({inputs}) {{',
+            f"  shim::launch({{uint(THREADS), {rows}, H + 2 * KV}}, THREADS, [&] {{ kernel({arguments}); }}); }}",
         ],
         tmp_path,
     )
