@@ -6,30 +6,38 @@ Norms, rotation and packing themselves are held against definitions in ``test_st
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
+from paged_driver import Driver, make_runner
 from test_decoder_block import FunctionalRotate, model_with
+from tiny_models import VOCAB
 
+from headrace.params import SamplingParams
 from headrace.runner import row_operations
-from headrace.runner.attention import rotate_store
+from headrace.runner.attention import gathered_prefill, rotate_store
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
 from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.row_operations import RowKernels
 from headrace.runner.small_rows import SmallRowsKernel, plain_product
-from headrace.runner.substitutions.block_check import PROMPTS, compare
+from headrace.runner.substitutions import block_check
+from headrace.runner.substitutions.block_check import PROMPTS, Tokens, compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward
 from headrace.runner.substitutions.fused_linear import fuse_projections
 
@@ -190,3 +198,101 @@ def test_prompts_of_a_block_of_kernels_are_the_unmodified_blocks(
     assert compare(block, store, tokens=PROMPTS[0], bits=bits) == "the pools are not ones that blocks write to"
     block.prompts = True
     assert [compare(block, store, tokens=tokens, bits=bits) for tokens in PROMPTS] == [None, None]
+
+
+VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
+
+
+def one_operation(shapes: list[tuple[int, ...]], dtypes: list[mx.Dtype], inputs: list[mx.array]) -> list[mx.array]:
+    """Stands for a kernel in a graph: a single operation of ``inputs``, whatever its results."""
+    outputs = [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    mx.eval(outputs)
+    return mx.depends(outputs, inputs)  # type: ignore[no-any-return]
+
+
+def counted_kernel(**_made: Any) -> Any:
+    def run(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_launch: Any) -> list[mx.array]:
+        return one_operation(output_shapes, output_dtypes, inputs)
+
+    return run
+
+
+def like(x: mx.array, *others: Any, **named: Any) -> mx.array:
+    """Stands for MLX's norm, rotation or attention, which are graphs of their own on a CPU."""
+    arrays = [value for value in (*others, *named.values()) if isinstance(value, mx.array)]
+    return one_operation([x.shape], [x.dtype], [x, *arrays])[0]
+
+
+def operations(out: mx.array, folder: Path) -> tuple[Counter[str], Counter[str]]:
+    """What a graph computes, and what it only looks at in another shape."""
+    path = folder / "graph.dot"
+    mx.export_to_dot(str(path), out)
+    found = Counter(re.findall(r'label ?= ?"(\w+)", shape ?= ?rectangle', path.read_text()))
+    views = Counter({name: count for name, count in found.items() if name in VIEWS})
+    return found - views, views
+
+
+@pytest.mark.parametrize(("lengths", "padding"), [((96, 96), 0), ((85, 50), 3)])
+@pytest.mark.parametrize(("name", "norms"), [("llama", 0), ("qwen3", 2)])
+def test_a_layer_of_a_prompt_is_nine_operations(
+    name: str,
+    norms: int,
+    lengths: tuple[int, int],
+    padding: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norm, product, rotation and store, attention, product, norm, product, gate, product; one more that only
+    orders attention behind the write. The unmodified block also has two rotations, head norms, two additions, and
+    what pads a prompt to a length that attention is planned for; views that are copied are not counted."""
+    install(None)
+    model = model_with(name, head_dim=32)
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+    monkeypatch.setattr(row_operations, "cuda_kernel", counted_kernel)
+    monkeypatch.setattr(gathered_prefill, "shape_grid", lambda context: 256)
+    monkeypatch.setattr(gathered_prefill, "is_fused", lambda dtype, *dims: True)
+    for operation in ("rms_norm", "rope", "scaled_dot_product_attention"):
+        monkeypatch.setattr(mx.fast, operation, like)
+    module = model.model.layers[0]
+    attention, feed_forward = attention_parts(module), dense_feed_forward(module)
+    assert attention is not None and feed_forward is not None
+    products = SmallRowsKernel(plain_product, beside=RowKernels())
+    block = FusedBlock(module, attention, feed_forward, products, RotateAndStore(counted_kernel, CUDA_NAMES))
+    block.prompts = True
+    store, tokens = PoolStore(counted_kernel, CUDA_NAMES), Tokens((0, 0), lengths, 128 if not padding else 96)
+    found = []
+    for by in (block, block.inner):
+        x, view = block_check._input(block, tokens), block_check._view(block, store, tokens, None)
+        mx.eval(x, view.pool.marks, view.group.slots, model.parameters())
+        found.append(operations(by(x, PagedMask(None), cache=view), tmp_path))
+    assert [sum(computed.values()) for computed, _ in found] == [9 + 1, 13 + 1 + norms + padding]
+    assert sum(found[0][1].values()) < sum(found[1][1].values())
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_chunk_that_is_not_the_last_ends_with_the_write(
+    samples: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its last layer norm, product and write are computed, nothing behind them."""
+    model = model_with("llama")
+    model.set_dtype(mx.bfloat16)
+    fuse_projections(model)
+    monkeypatch.setattr(mx.fast, "rms_norm", like)
+    rotate = RotateAndStore(counted_kernel, CUDA_NAMES)
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        attention, feed_forward = attention_parts(layer), dense_feed_forward(layer)
+        assert attention is not None and feed_forward is not None
+        block = FusedBlock(layer, attention, feed_forward, SmallRowsKernel(plain_product), rotate)
+        block.prompts, layers[index] = True, block
+    runner, layout = make_runner(
+        model, vocab_size=VOCAB, head_major=False, store=PoolStore(counted_kernel, CUDA_NAMES)
+    )
+    row = Driver(runner, layout, 400).add(list(range(1, 300)), SamplingParams(max_tokens=1, temperature=0.0))
+    chunk = msgspec.structs.replace(Driver(runner, layout, 400).row(row, 200), samples=samples)
+    runner.prefill_logits([chunk])
+    computed, _ = operations(runner._forwards[-1][0], tmp_path)
+    products = computed["Matmul"] + computed["AddMM"] - 2 * computed["Softmax"]
+    assert computed["Softmax"] == len(layers) - (not samples)
+    assert products == 4 * len(layers) + 1 if samples else products == 4 * len(layers) - 3

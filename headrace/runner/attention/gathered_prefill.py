@@ -137,11 +137,11 @@ def _in_few_shapes(
     planned = planned_shape(rows, length, layer, window)
     if planned == (rows, length):
         return causal_attention(queries, keys, values, scale, sinks, window)
-    arrays = (
-        _with_rows(_repeated(array, 0, planned[1] - length), planned[0] - rows)
-        for array in (queries, keys, values)
+    more = planned[0] - rows, planned[1] - length
+    queries, keys, values = (
+        _with_rows(_repeated(array, 0, more[1]), more[0]) for array in (queries, keys, values)
     )
-    return causal_attention(*arrays, scale, sinks)[:rows, :, :length]
+    return causal_attention(queries, keys, values, scale, sinks)[:rows, :, :length]
 
 
 def padded_length(length: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import one_line
 from headrace.runner.attention.random_pools import random_vectors
@@ -365,7 +366,7 @@ def _view(block: FusedBlock, store: PoolStore | None, tokens: Tokens, bits: int 
     rows, ends = len(starts), starts + np.array(tokens.lengths, np.int32)
     width = _POSITIONS // _BLOCK_SIZE
     tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
-    positions = starts[:, None] + np.arange(tokens.padded, dtype=np.int32)
+    positions: npt.NDArray[np.int32] = np.add.outer(starts, np.arange(tokens.padded, dtype=np.int32))
     slots = np.take_along_axis(tables, positions // _BLOCK_SIZE, axis=1) * _BLOCK_SIZE + positions % _BLOCK_SIZE
     pool = KVPool([layer], [rows * width + 1], _BLOCK_SIZE, head_major=False, store=store)
     count, keys = pool.keys[0].shape[0], [mx.random.key(seed) for seed in (5, 6)]
