@@ -1,6 +1,6 @@
 """Names that kernels of one source use, for CUDA and for Metal.
 
-A body names ``threadgroup_position_in_grid`` and ``thread_position_in_threadgroup`` itself: MLX gives a kernel on
+A body names ``threadgroup_position_in_grid`` and its like itself: MLX gives a kernel on
 Metal only the positions that it finds in the body's text. Pools that are written are inputs; ``WRITABLE`` is what
 their pointers are cast to. The Metal names have not been run on Metal.
 """
@@ -27,6 +27,7 @@ CUDA_NAMES = """
 #define SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xffffffffu, value, mask)
 #define WRITABLE(type) type
 #define threadgroup_position_in_grid blockIdx
+#define threadgroups_per_grid gridDim
 #define thread_position_in_threadgroup threadIdx
 #define COS(x) cosf(x)
 #define SIN(x) sinf(x)

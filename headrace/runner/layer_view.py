@@ -112,7 +112,8 @@ class KVHandle:
 class LayerView:
     """One layer's cache in one forward, over the pool. Cheap: made anew for each forward.
 
-    ``new``: this forward's keys and values ``[B, kv_heads, L, dim]``, once they have been written.
+    ``new``: this forward's keys and values ``[B, kv_heads, L, dim]``, once they have been written; of a prompt
+    there may be more rows and positions, which repeat others (``attention/rotate_store.py``).
     """
 
     __slots__ = ("batch", "layer", "new", "pool")

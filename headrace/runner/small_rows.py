@@ -134,15 +134,21 @@ def plain_product(x: mx.array, product: Product, beside: RowOperations = MLX_ROW
     """``Products`` by MLX's product, for any number of rows and any type; over packed weights where there are no
     others. ``beside``: what norms and gates."""
     dense, norm, residual = product.dense, product.norm, product.residual
-    x = x.reshape(x.shape[0], -1)
+    x = _flat(x)
     if norm is not None:
         x = beside.rms_norm(x, norm.weight, norm.eps)
     if residual is not None and dense.weight is not None and dense.bias is None and not product.gated:
-        return mx.addmm(residual.reshape(x.shape[0], -1), x, dense.weight.T).reshape(residual.shape)
+        y = mx.addmm(_flat(residual), x, dense.weight.T)
+        return y if y.shape == residual.shape else y.reshape(residual.shape)
     y = linear(x, dense)
     if product.gated:
         y = beside.silu_gate(y)
     return y if residual is None else y.reshape(residual.shape) + residual
+
+
+def _flat(x: mx.array) -> mx.array:
+    """``[B, ...]`` as ``[B, K]``; a view of the same shape would cost the host as much as another."""
+    return x if x.ndim == 2 else x.reshape(x.shape[0], -1)
 
 
 def linear(x: mx.array, dense: Dense) -> mx.array:

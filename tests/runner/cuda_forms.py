@@ -124,16 +124,17 @@ def stores() -> None:
         for norm in (None, mx.ones((64,), dtype)):
             for bits in (None, 8, 4):
                 pool = KVPool([LayerShape(0, 2, 64, 64, dtype, bits)], [4], 32, head_major=False, store=store)
-                group = GroupBatch(None, mx.zeros((1,), mx.int32))
-                batch = ForwardBatch(
-                    offsets=mx.zeros((1,), mx.int32),
-                    ends=mx.ones((1,), mx.int32),
-                    starts=[0],
-                    lengths=[1],
-                    groups=[group],
-                )
                 spec = RotarySpec(4, 2, 64, mx.ones((32,)), 64, False, 1.0, norm, norm, 1e-5)
-                rotate(mx.zeros((1, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
+                for start, length in ((0, 1), (0, 8), (5, 8)):
+                    group = GroupBatch(None, mx.zeros((length,), mx.int32))
+                    batch = ForwardBatch(
+                        offsets=mx.array([start], mx.int32),
+                        ends=mx.array([start + length], mx.int32),
+                        starts=[start],
+                        lengths=[length],
+                        groups=[group],
+                    )
+                    rotate(mx.zeros((length, 8 * 64), dtype), LayerView(pool, 0, batch), spec)
 
 
 def products() -> None:

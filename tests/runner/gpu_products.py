@@ -16,6 +16,7 @@ of several layers in turn, so that they come from memory:
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 import traceback
@@ -535,6 +536,10 @@ def check_blocks(name: str) -> str | None:
     for rows, bits in ((5, 8), (40, 8), (5, 4), (40, 4)) if found else ():
         fault = block_check.compare(found[0], store, rows=rows, bits=bits)
         faults += [] if fault is None else [f"{rows} rows, int{bits}: {fault}"]
+    faults += [] if not found or found[0].prompts else ["prompts are not fused"]
+    for tokens, bits in itertools.product(block_check.PROMPTS, (None, 8, 4)) if found and found[0].prompts else ():
+        fault = block_check.compare(found[0], store, tokens=tokens, bits=bits)
+        faults += [] if fault is None else [f"prompts from {tokens.starts}, {bits} bits: {fault}"]
     for rows in (1, 5, 9, 32, 40) if found else ():
         fault = block_check.compare(found[0], store, rows=rows)
         faults += [] if fault is None else [f"{rows} rows: {fault}"]

@@ -17,6 +17,7 @@ from headrace.runner.kv_layout import read_layout
 from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import substitute_head
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
+from headrace.runner.pool_store import Store
 from headrace.runner.sampling_kernel import SamplingKernel
 
 
@@ -42,12 +43,14 @@ def make_runner(
     options: RunnerOptions | None = None,
     kv_cache_dtype: str = "auto",
     sampling: SamplingKernel | None = None,
+    store: Store | None = None,
 ) -> tuple[ModelRunner, KVLayout]:
     """A runner over ``model``, which gets a selective head."""
     install()
     found = read_layout(model, block_size, kv_cache_dtype)
     selector, _ = substitute_head(model)
-    pool = KVPool(found.layers, [num_blocks] * len(found.layout.groups), block_size, head_major=head_major)
+    blocks = [num_blocks] * len(found.layout.groups)
+    pool = KVPool(found.layers, blocks, block_size, head_major=head_major, store=store)
     options = options or RunnerOptions(compile=False)
     runner = ModelRunner(model, selector, pool, found.layout, vocab_size, options, sampling=sampling)
     return runner, found.layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +25,7 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.small_rows import MEASURED_ROWS, Product, Products, SmallRowsKernel, plain_product
+from headrace.runner.small_rows import KINDS, MEASURED_ROWS, Product, Products, SmallRowsKernel, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -40,18 +42,21 @@ LLAMA3 = {
 
 
 class FunctionalRotate:
-    """What ``RotateAndStore`` does, by MLX's operations and functional writes; counts its calls."""
+    """What ``RotateAndStore`` does, by MLX's operations and functional writes; counts its calls, and of those the
+    ones of prompts."""
 
     def __init__(self, *, error: float = 0.0) -> None:
-        self.calls = 0
+        self.calls = self.prompts = 0
         self._error = error
 
     def supports(self, spec: RotarySpec, view: LayerView) -> bool:
         return True
 
     def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
+        rows = view.batch.offsets.shape[0]
         self.calls += 1
-        heads = qkv.reshape(qkv.shape[0], -1, 1, spec.head_dim)
+        self.prompts += qkv.shape[0] > rows
+        heads = qkv.reshape(rows, qkv.shape[0] // rows, -1, spec.head_dim).swapaxes(1, 2)
         queries, keys, values = mx.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
         if spec.q_norm is not None:
             queries = mx.fast.rms_norm(queries, spec.q_norm, spec.eps)
@@ -61,7 +66,8 @@ class FunctionalRotate:
 
 
 def rotate(x: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
-    angles = (view.batch.offsets.astype(mx.float32) * spec.position_scale)[:, None, None, None] * spec.inv_freq
+    positions = (view.batch.offsets[:, None] + mx.arange(x.shape[2])).astype(mx.float32)
+    angles = (positions * spec.position_scale)[:, None, :, None] * spec.inv_freq
     cosine, sine = mx.cos(angles), mx.sin(angles)
     turned, rest = x[..., : spec.rotated_dims].astype(mx.float32), x[..., spec.rotated_dims :]
     half = spec.rotated_dims // 2
@@ -80,7 +86,8 @@ def _dispatcher() -> None:
 
 def tools(rotate: FunctionalRotate | None = None, bits: int | None = None) -> BlockTools:
     rotate = rotate or FunctionalRotate()
-    return BlockTools(SmallRowsKernel(plain_product), rotate, None, ExpertsChoice(), timed=False, bits=bits)
+    products, experts = SmallRowsKernel(plain_product), ExpertsChoice()
+    return BlockTools(products, rotate, None, experts, timed=False, bits=bits, prompt_kinds=(mx.float32, *KINDS))
 
 
 def fused_blocks(model: nn.Module) -> list[FusedBlock]:
@@ -131,7 +138,7 @@ def test_tokens_are_those_of_the_unmodified_model(name: str, changes: dict[str, 
     used = FunctionalRotate()
     count, note = substitute_decoder_blocks(model, tools(used))
     assert count == len(fused_blocks(model)) == CONFIGS[name]["num_hidden_layers"], note
-    used.calls = 0
+    used.calls = used.prompts = 0
     runner, layout = make_runner(
         model, vocab_size=VOCAB, head_major=False, options=RunnerOptions(compile=compiled)
     )
@@ -139,7 +146,54 @@ def test_tokens_are_those_of_the_unmodified_model(name: str, changes: dict[str, 
     for prompt in prompts:
         driver.add(prompt, GREEDY)
     assert driver.run(8) == expected
-    assert used.calls > 0
+    assert used.calls > used.prompts > 0
+
+
+class WrongPrompts(FunctionalRotate):
+    """Right for decode steps; of prompts the last position's query is another one's."""
+
+    def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
+        queries = super().__call__(qkv, view, spec)
+        return queries if queries.shape[2] == 1 else mx.roll(queries, 1, axis=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_wrong_prompts_go_to_the_unmodified_block(name: str) -> None:
+    model = model_with(name)
+    fuse_projections(model)
+    used = WrongPrompts()
+    count, note = substitute_decoder_blocks(model, tools(used))
+    assert count == 3 and "prompts: fused 0; outputs differ" in note
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    expected = reference_tokens(model, prompt, 6)
+    used.prompts = 0
+    runner, layout = make_runner(model, vocab_size=VOCAB, head_major=False)
+    driver = Driver(runner, layout, 400)
+    driver.add(prompt, GREEDY)
+    assert driver.run(8) == [expected] and used.prompts == 0
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("dtype", "fused"), [(mx.float32, 0), (mx.bfloat16, 2)], ids=str)
+def test_prompts_of_16_bits_are_fused(dtype: mx.Dtype, fused: int, bits: int | None) -> None:
+    model = model_with("qwen3")
+    model.set_dtype(dtype)
+    fuse_projections(model)
+    count, note = substitute_decoder_blocks(model, replace(tools(bits=bits), prompt_kinds=KINDS))
+    assert count == 2 and f"prompts: fused {fused}" in note and (fused > 0 or "float32" in note)
+    assert [block.prompts for block in fused_blocks(model)] == [fused > 0] * 2
+
+
+def test_other_forwards_of_several_tokens_go_to_the_unmodified_block() -> None:
+    model = model_with("llama")
+    fuse_projections(model)
+    used = FunctionalRotate()
+    substitute_decoder_blocks(model, tools(used))
+    used.calls = 0
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    alone = model(tokens)
+    cached = model(tokens, cache=make_prompt_cache(model))
+    assert used.calls == 0 and np.allclose(alone, cached, atol=1e-4)
 
 
 class PlainExperts:

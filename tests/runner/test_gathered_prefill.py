@@ -81,7 +81,7 @@ def test_own_keys_and_values(
         patch.setattr(gather, "SCORE_BYTES", tile)
         if planned:  # padded to few shapes
             patch.setattr(gathered_prefill, "shape_grid", lambda context: 256)
-            patch.setattr(gathered_prefill, "is_fused", lambda queries, value_dim: True)
+            patch.setattr(gathered_prefill, "is_fused", lambda dtype, *dims: True)
         out = attend_prefill(case.queries, case.view, case.scale, window, case.sinks if sinks else None)
     assert out is not None and out.dtype == dtype
     for got, wanted, count in zip(np.array(out.astype(mx.float32)), expected, case.new, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from headrace.runner import pool_store
-from headrace.runner.attention import rotate_store
+from headrace.runner.attention import rotate_store_source
 from headrace.runner.kernel_language import METAL_NAMES
 from headrace.runner.kv_packing import VectorPacking
 
@@ -91,6 +91,7 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
         "THREADS": -(-dim // 32) * 32,
         "H": heads,
         "KV": kv,
+        "EACH": 1,
         "ROT": rotated,
         "PAIRS": int(pairs),
         "NORM": int(norm),
@@ -106,9 +107,9 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
             METAL_NAMES,
             "using T = float;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.body(packed=False)} }}",
-            f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
-            f"  [&] {{ kernel({arguments}); }}); }}",
+            f"void kernel({inputs}) {{ {rotate_store_source.body('step', packed=False)} }}",
+            f'extern "C" void run({inputs}) {{',
+            f"  shim::launch({{uint(THREADS), {rows}, H + 2 * KV}}, THREADS, [&] {{ kernel({arguments}); }}); }}",
         ],
         tmp_path,
     )
@@ -120,6 +121,58 @@ def test_rotates_normalizes_and_stores(dim: int, rotated: int, pairs: bool, norm
         assert np.abs(pool[slots] - wanted).max() < TOLERANCE
         assert np.abs(np.delete(pool, slots, axis=0)).max() == 0
     assert after[0] == 0
+
+
+@pytest.mark.parametrize("form", ["chunk", "prompt"])
+@pytest.mark.parametrize(("dim", "each"), [(64, 5), (80, 2)])
+def test_tokens_of_a_prompt(form: rotate_store_source.Form, dim: int, each: int, tmp_path: Path) -> None:
+    """Several tokens per row, several heads per block; what is given out beyond them repeats what is there."""
+    rng = np.random.default_rng(3)
+    heads, kv, rows, length, eps = 6, 2, 2, 3, 1e-5
+    qkv = rng.normal(size=(rows * length, (heads + 2 * kv) * dim)).astype(np.float32)
+    pools = [np.zeros((20, kv, dim), np.float32) for _ in range(2)]
+    slots, offsets = np.array([3, 19, 8, 0, 1, 11], np.int32), np.array([0, 77], np.int32)
+    inv_freq = (10000.0 ** (-np.arange(dim // 2) * 2 / dim)).astype(np.float32)
+    norms = [rng.normal(size=dim).astype(np.float32) for _ in range(2)]
+    shape = (4, 5) if form == "prompt" else (rows, length)
+    given = [np.zeros((*shape, count, dim), np.float32) for count in (heads, kv, kv)]
+    constants = {"D": dim, "THREADS": -(-dim // 32) * 32, "H": heads, "KV": kv, "EACH": each, "ROT": dim}
+    constants |= {"PAIRS": 0, "NORM": 1, "MARKS": 1}
+    inputs = (
+        "const T* qkv, const T* k, const T* v, const int* slots, const int* offsets, const float* inv_freq, "
+        "const T* q_norm, const T* k_norm, const float* params, const int* mark, const int* qkv_shape, "
+        "const int* offsets_shape, T* queries, T* keys, T* values, int* after"
+    )
+    arguments = ", ".join(part.split()[-1].lstrip("*") for part in inputs.split(","))
+    library = compiled(
+        [
+            METAL_NAMES,
+            "using T = float;",
+            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
+            f"void kernel({inputs}) {{ {rotate_store_source.body(form, packed=False)} }}",
+            f"constexpr uint3 GRID = {{{shape[1]} * THREADS, {shape[0]}, (H + 2 * KV) / EACH}};",
+            f'extern "C" void run({inputs}) {{ shim::launch(GRID, THREADS, [&] {{ kernel({arguments}); }}); }}',
+        ],
+        tmp_path,
+    )
+    params, mark, after = np.array([0.5, eps], np.float32), np.zeros(1, np.int32), np.ones(1, np.int32)
+    shapes = np.array(qkv.shape, np.int32), np.array(offsets.shape, np.int32)
+    library.run(*pointers(qkv, *pools, slots, offsets, inv_freq, *norms, params, mark, *shapes, *given, after))
+    positions = (offsets[:, None] + np.arange(length, dtype=np.int32)).reshape(-1)
+    wanted = expected_heads(qkv, heads, kv, dim, dim, False, 0.5, positions, norms, eps)
+    for pool, vectors in zip(pools, wanted[1:], strict=True):
+        assert np.abs(pool[slots] - vectors).max() < TOLERANCE
+        assert np.abs(np.delete(pool, slots, axis=0)).max() == 0
+    assert after[0] == 0
+    exact = [vectors.reshape(rows, length, -1, dim) for vectors in wanted]
+    if form == "chunk":
+        queries = given[0].reshape(rows, heads, length, dim).swapaxes(1, 2)
+        assert np.abs(queries - exact[0]).max() < TOLERANCE
+        return
+    for got, vectors in zip(given, exact, strict=True):
+        assert np.abs(got[:rows, :length] - vectors).max() < TOLERANCE
+        assert np.array_equal(got[:rows, length:], np.repeat(got[:rows, length - 1 : length], 2, axis=1))
+        assert np.array_equal(got[rows:], np.repeat(got[:1], 2, axis=0))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -134,7 +187,7 @@ def test_packs_and_stores(dim: int, group: int, bits: int, tmp_path: Path) -> No
     slots, offsets = np.array([3, 19], np.int32), np.array([0, 77], np.int32)
     queries, after = np.zeros((rows, heads, dim), np.float32), np.ones(1, np.int32)
     constants = {"D": dim, "THREADS": groups * group, "H": heads, "KV": kv, "ROT": dim, "PAIRS": 0, "NORM": 0}
-    constants |= {"MARKS": 1, "BITS": bits, "GROUP": group}
+    constants |= {"EACH": 1, "MARKS": 1, "BITS": bits, "GROUP": group}
     inputs = (
         "const T* qkv, const uint* k, const S* ks, const S* kb, const uint* v, const S* vs, const S* vb, "
         "const int* slots, const int* offsets, const float* inv_freq, const T* q_norm, const T* k_norm, "
@@ -146,9 +199,9 @@ def test_packs_and_stores(dim: int, group: int, bits: int, tmp_path: Path) -> No
             METAL_NAMES,
             "using T = float; using S = half;",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"void kernel({inputs}) {{ {rotate_store.body(packed=True)} }}",
-            f'extern "C" void run({inputs}) {{ shim::launch({{uint((H + 2 * KV) * THREADS), {rows}, 1}}, THREADS,',
-            f"  [&] {{ kernel({arguments}); }}); }}",
+            f"void kernel({inputs}) {{ {rotate_store_source.body('step', packed=True)} }}",
+            f'extern "C" void run({inputs}) {{',
+            f"  shim::launch({{uint(THREADS), {rows}, H + 2 * KV}}, THREADS, [&] {{ kernel({arguments}); }}); }}",
         ],
         tmp_path,
     )

@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from headrace.runner.attention import gather
 from headrace.runner.attention.online_softmax import Earlier, after
+from headrace.runner.kv_pool import LayerShape
 from headrace.runner.layer_view import LayerView
 
 # Grids of a call's first and last position on CUDA, each for contexts up to a length; the last for all others.
@@ -42,9 +43,10 @@ def attend_prefill(
     batch, length = view.batch, queries.shape[2]
     if length == 1 or not batch.lengths:
         return None
-    own = _own(view)
-    if own is not None and not any(batch.starts):
-        out = _in_few_shapes(queries, *own, scale, sinks, window)
+    if view.new is not None and reads_new(view):
+        layer = view.pool.layers[view.layer]
+        keys, values = (array.astype(layer.dtype) for array in view.new)  # as the pool holds them
+        out = _in_few_shapes(queries, keys, values, layer, scale, sinks, window)
         return _after_write(view, out)
     ends = [start + count for start, count in zip(batch.starts, batch.lengths, strict=True)]
     if window is not None and max(ends) > window:
@@ -52,6 +54,25 @@ def attend_prefill(
     if (max(ends) + length + SHAPE_GRID) * _head_bytes(view) > _room(queries, view):
         return None
     return _attend_behind_prefixes(queries, view, scale, sinks)
+
+
+def reads_new(view: LayerView) -> bool:
+    """Whether prompts are attended over the keys and values that the forward has just made (``LayerView.new``).
+
+    Nothing is before them, and the pool holds vectors as they come.
+    """
+    batch = view.batch
+    return view.pool.layers[view.layer].bits is None and bool(batch.lengths) and not any(batch.starts)
+
+
+def planned_shape(rows: int, length: int, layer: LayerShape, window: int | None) -> tuple[int, int]:
+    """Rows and positions that prompts with nothing before them are padded to for attention; as they are where
+    nothing is planned or no fused kernel takes them."""
+    wide = padded_length(length)
+    is_whole = window is None or window >= wide
+    if shape_grid(0) == 1 or not is_whole or not is_fused(layer.dtype, layer.key_dim, layer.value_dim):
+        return rows, length
+    return 1 << (rows - 1).bit_length(), wide
 
 
 def causal_attention(
@@ -69,7 +90,7 @@ def causal_attention(
     count, heads, length, _ = queries.shape
     offset = keys.shape[2] - length
     tile = length
-    if not is_fused(queries, values.shape[-1]):
+    if not is_fused(queries.dtype, queries.shape[-1], values.shape[-1]):
         tile = max(1, gather.SCORE_BYTES // (4 * count * heads * keys.shape[2]))
     if window is not None and window < keys.shape[2]:
         tile = min(tile, window)  # so that few of a tile's keys are hidden from most of its queries
@@ -106,18 +127,21 @@ def _in_few_shapes(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
+    layer: LayerShape,
     scale: float,
     sinks: mx.array | None,
     window: int | None,
 ) -> mx.array:
     """``causal_attention`` of prompts from their first position on, padded where shapes are planned."""
     rows, _, length, _ = queries.shape
-    wide = padded_length(length)
-    if shape_grid(0) == 1 or not is_fused(queries, values.shape[-1]) or (window is not None and window < wide):
+    planned = planned_shape(rows, length, layer, window)
+    if planned == (rows, length):
         return causal_attention(queries, keys, values, scale, sinks, window)
-    more = (1 << (rows - 1).bit_length()) - rows
-    arrays = [_with_rows(_repeated(array, 0, wide - length), more) for array in (queries, keys, values)]
-    return causal_attention(arrays[0], arrays[1], arrays[2], scale, sinks)[:rows, :, :length]
+    more = planned[0] - rows, planned[1] - length
+    queries, keys, values = (
+        _with_rows(_repeated(array, 0, more[1]), more[0]) for array in (queries, keys, values)
+    )
+    return causal_attention(queries, keys, values, scale, sinks)[:rows, :, :length]
 
 
 def padded_length(length: int) -> int:
@@ -140,14 +164,14 @@ def _band(first: int, queries: int, keys: int, window: int) -> mx.array:
     return (key <= query) & (key > query - window)
 
 
-def is_fused(queries: mx.array, value_dim: int) -> bool:
-    """Whether MLX has a kernel that holds no matrix of scores; what it does not take it computes in steps."""
-    dims = queries.shape[-1], value_dim
+def is_fused(dtype: mx.Dtype, *dims: int) -> bool:
+    """Whether MLX has a kernel that holds no matrix of scores for queries of ``dtype``, keys and values of widths
+    ``dims``; what it does not take it computes in steps."""
     if mx.default_device() != mx.gpu:
         return False
     if mx.metal.is_available():
         return dims[0] == dims[1] and dims[0] in (64, 80, 128)
-    return queries.dtype.size == 2 and all(dim % 8 == 0 and dim <= 128 for dim in dims)
+    return dtype.size == 2 and all(dim % 8 == 0 and dim <= 128 for dim in dims)
 
 
 def shape_grid(context: int) -> int:
@@ -158,15 +182,6 @@ def shape_grid(context: int) -> int:
 
 
 # -- own keys and values -----------------------------------------------------------------------------------
-
-
-def _own(view: LayerView) -> tuple[mx.array, mx.array] | None:
-    """This forward's keys and values, as the pool holds them; None: they are packed there, or not known."""
-    layer = view.pool.layers[view.layer]
-    if view.new is None or layer.bits is not None:
-        return None
-    keys, values = view.new
-    return keys.astype(layer.dtype), values.astype(layer.dtype)
 
 
 def _after_write(view: LayerView, out: mx.array) -> mx.array:
@@ -247,7 +262,7 @@ def _attend_rows(
 
 def _room(queries: mx.array, view: LayerView) -> int:
     """Bytes of keys and values of one call: without a fused kernel they are copied once more for the products."""
-    fused = is_fused(queries, view.pool.layers[view.layer].value_dim)
+    fused = is_fused(queries.dtype, queries.shape[-1], view.pool.layers[view.layer].value_dim)
     return gather.GATHER_BYTES if fused else gather.GATHER_BYTES // 2
 
 

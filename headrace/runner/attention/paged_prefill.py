@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from headrace.runner.attention import paged_decode_source
 from headrace.runner.attention import paged_prefill_source as source
+from headrace.runner.attention.gathered_prefill import reads_new
 from headrace.runner.attention.paged_decode import pool_names
 from headrace.runner.device_arrays import DeviceConstants
 from headrace.runner.kernel_language import cuda_kernel
@@ -227,12 +228,12 @@ class PagedPrefillKernel:
 
 def _is_best(view: LayerView, length: int) -> bool:
     """Whether a forward of chunks of ``length`` is better left to the kernel than to ``gathered_prefill.py``."""
-    layer, starts, window = view.pool.layers[view.layer], view.batch.starts, view.group.window
-    if layer.bits is not None or view.new is None:
+    if view.pool.layers[view.layer].bits is not None:
         return True
-    if not any(starts):  # planned before the first request, and fused unless a window cuts it
-        return window is not None and length > window
-    return length * (max(starts) + length) <= MOST_PRODUCTS
+    if reads_new(view):  # planned before the first request, and fused unless a window cuts it
+        window = view.group.window
+        return view.new is None or (window is not None and length > window)
+    return length * (max(view.batch.starts) + length) <= MOST_PRODUCTS
 
 
 def _chosen(

@@ -1,14 +1,9 @@
-"""One kernel between a decode step's query-key-value product and its attention, on a GPU.
+"""One kernel between a block's query-key-value product and its attention, on a GPU.
 
-It takes the product ``[B, (H + 2 KV) * D]``, normalizes query and key heads where the model does, rotates them
-(rotary position embedding, Su et al. 2021), writes keys and values into the pool in place (see ``pool_store.py``)
-and returns the queries. A thread block handles one head of one row, a thread one element.
-
-Where the pool is packed, a key or value head is packed before it is written, as ``kv_packing.py`` says and with
-the arithmetic of ``mx.quantize`` on CUDA, in float32: of a group from ``low`` to ``high`` the end farther from
-zero is ``edge``; the step is ``(high - low) / largest code``, negative where the edge is ``high``; then it is
-moved so that zero has a code, to ``edge / round(edge / step)``, and ``edge`` is the bias. Groups that reach no
-zero keep their true ends, where MLX on CUDA stretches those below zero up to it.
+It takes the product ``[B * L, (H + 2 KV) * D]``, normalizes query and key heads where the model does, rotates them
+(rotary position embedding, Su et al. 2021), writes keys and values into the pool in place (see ``pool_store.py``),
+packed where the pool is, and returns the queries; of prompts that are attended over keys and values as they are
+made (``reads_new``), it returns those, too. See ``rotate_store_source.py``.
 
 CUDA and Metal forms of one source. The Metal form has not been run on Metal; the check of the decoder block that
 uses it decides at load.
@@ -22,117 +17,24 @@ from typing import Any
 
 import mlx.core as mx
 
+from headrace.runner.attention import rotate_store_source as source
+from headrace.runner.attention.gathered_prefill import planned_shape, reads_new
 from headrace.runner.device_arrays import MARK_SHAPE, DeviceConstants
 from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
 from headrace.runner.kv_packing import VectorPacking, scale_dtype
 from headrace.runner.layer_view import LayerView
 
-# Constants: T, D head size, THREADS (D rounded up to whole warps), H and KV heads, ROT rotated elements,
-# PAIRS (1: neighbours rotate together, 0: halves), NORM (1: query and key heads are normalized).
-# Inputs: qkv [B, (H + 2 KV) * D] of T, k and v [slots, KV, D] of T (written), slots [B] and offsets [B] int32,
-# inv_freq [ROT / 2] float32, q_norm and k_norm [D] of T (read where NORM), params float32 (position scale,
-# epsilon), mark. Outputs: queries [B, H, 1, D] of T, after [MARKS] int32, zeros.
-# Packed: THREADS is the padded D, S the type of scales and biases, BITS of a code, GROUP elements that share a
-# scale; k and v are codes [slots, KV, words] uint32, each followed by scales and biases [slots, KV, groups] of S.
-_ROTATED = """
-  SHARED float values[THREADS];
-  SHARED float sums[THREADS / 32];
-  const int i = int(thread_position_in_threadgroup.x);
-  const int head = int(threadgroup_position_in_grid.x);
-  const int row = int(threadgroup_position_in_grid.y);
-  const bool holds = i < D;
-  const bool rotates = head < H + KV;
-  float x = holds ? float(qkv[(row * (H + 2 * KV) + head) * D + i]) : 0.0f;
-  if (NORM && rotates) {
-    float sum = x * x;
-    for (int mask = 16; mask > 0; mask /= 2) sum += SHUFFLE_XOR(sum, mask);
-    if (i % 32 == 0) sums[i / 32] = sum;
-    BARRIER();
-    sum = 0.0f;
-    for (int w = 0; w < THREADS / 32; ++w) sum += sums[w];
-    const float weight = !holds ? 0.0f : head < H ? float(q_norm[i]) : float(k_norm[i]);
-    x = float(T(x * RSQRT(sum / float(D) + params[1]) * weight));
-  }
-  values[i] = x;
-  BARRIER();
-  if (rotates && i < ROT) {
-    const int pair = PAIRS ? i / 2 : i % (ROT / 2);
-    const bool second = PAIRS ? i % 2 == 1 : i >= ROT / 2;
-    const float other = values[PAIRS ? (i ^ 1) : (second ? i - ROT / 2 : i + ROT / 2)];
-    const float angle = float(offsets[row]) * params[0] * inv_freq[pair];
-    const float c = COS(angle);
-    const float s = SIN(angle);
-    x = second ? other * s + x * c : x * c - other * s;
-  }
-"""
-_AFTER = """
-  if (head == 0 && row == 0 && i < MARKS) after[i] = 0;
-"""
-_STORED = """
-  if (holds) {
-    const long slot = long(slots[row]);
-    if (head < H) {
-      queries[(row * H + head) * D + i] = T(x);
-    } else if (rotates) {
-      ((WRITABLE(T)*)(k))[(slot * KV + head - H) * D + i] = T(x);
-    } else {
-      ((WRITABLE(T)*)(v))[(slot * KV + head - H - KV) * D + i] = T(x);
-    }
-  }
-"""
-_ENDS = """
-  SHARED float ends[THREADS / 16];  // low and high of every 32 elements
-"""
-_PACKED = """
-  if (head < H) {
-    if (holds) queries[(row * H + head) * D + i] = T(x);
-  } else {
-    constexpr int CODES = 32 / BITS;  // of a word
-    constexpr float MOST = float((1 << BITS) - 1);
-    const float element = holds ? float(T(x)) : 0.0f;
-    float low = element, high = element;
-    for (int mask = 16; mask > 0; mask /= 2) {
-      low = MIN(low, SHUFFLE_XOR(low, mask));
-      high = MAX(high, SHUFFLE_XOR(high, mask));
-    }
-    if (GROUP > 32) {
-      if (i % 32 == 0) {
-        ends[i / 16] = low;
-        ends[i / 16 + 1] = high;
-      }
-      BARRIER();
-      for (int w = i / GROUP * (GROUP / 32); w < (i / GROUP + 1) * (GROUP / 32); ++w) {
-        low = MIN(low, ends[2 * w]);
-        high = MAX(high, ends[2 * w + 1]);
-      }
-    }
-    const bool below = ABS(low) > ABS(high);
-    const float edge = below ? low : high;
-    const float least = MAX((high - low) / MOST, 1e-7f);
-    const float step = below ? least : -least;
-    const float steps = ROUND(edge / step);
-    const float scale = steps == 0.0f ? step : edge / steps;
-    const float bias = steps == 0.0f ? 0.0f : edge;
-    unsigned word = unsigned(MIN(MAX(ROUND((element - bias) / scale), 0.0f), MOST)) << (i % CODES * BITS);
-    for (int mask = 1; mask < CODES; mask *= 2) word |= SHUFFLE_XOR(word, mask);
-    const long place = long(slots[row]) * KV + (rotates ? head - H : head - H - KV);
-    if (i % CODES == 0) ((WRITABLE(unsigned)*)(rotates ? k : v))[place * (THREADS / CODES) + i / CODES] = word;
-    if (i % GROUP == 0) {
-      ((WRITABLE(S)*)(rotates ? ks : vs))[place * (THREADS / GROUP) + i / GROUP] = S(scale);
-      ((WRITABLE(S)*)(rotates ? kb : vb))[place * (THREADS / GROUP) + i / GROUP] = S(bias);
-    }
-  }
-"""
-
-
-def body(*, packed: bool) -> str:
-    """The kernel over pools that hold vectors as they are, or packed."""
-    return (_ENDS if packed else "") + _ROTATED + (_PACKED if packed else _STORED) + _AFTER
-
-
-def input_names(*, packed: bool) -> list[str]:
-    pools = ["k", "ks", "kb", "v", "vs", "vb"] if packed else ["k", "v"]
-    return ["qkv", *pools, "slots", "offsets", "inv_freq", "q_norm", "k_norm", "params", "mark"]
+_FORMS: tuple[tuple[source.Form, bool], ...] = (
+    ("step", False),
+    ("step", True),
+    ("chunk", False),
+    ("chunk", True),
+    ("prompt", False),
+)
+_SUFFIX: dict[source.Form, list[str]] = {"step": [], "chunk": ["chunk"], "prompt": ["prompt"]}
+# Of prompts, heads of a token that a block handles, and their elements in shared memory, at most.
+_MOST_HEADS = 8
+_MOST_ELEMENTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +74,14 @@ class RotateAndStore:
     def __init__(self, make: Callable[..., Any], header: str) -> None:
         self._constants = DeviceConstants()
         self._kernels = {
-            packed: make(
-                name="rotate_pack_store" if packed else "rotate_store",
-                input_names=input_names(packed=packed),
-                output_names=["queries", "after"],
-                source=compact(body(packed=packed)),
+            (form, packed): make(
+                name="_".join(["rotate_pack_store" if packed else "rotate_store", *_SUFFIX[form]]),
+                input_names=source.input_names(packed=packed),
+                output_names=source.output_names(form),
+                source=compact(source.body(form, packed=packed)),
                 header=header,
             )
-            for packed in (False, True)
+            for form, packed in _FORMS
         }
 
     @staticmethod
@@ -203,38 +105,72 @@ class RotateAndStore:
         )
 
     def __call__(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> mx.array:
-        """Queries ``[B, H, 1, D]`` of ``qkv [B, (H + 2 KV) * D]``; keys and values go to the rows' slots."""
+        """Queries ``[B, H, L, D]`` of ``qkv [B * L, (H + 2 KV) * D]``; keys and values go to the tokens' slots.
+
+        For prompts of which ``reads_new`` is true, ``view.new`` has them as well; then queries, keys and values
+        have the rows and positions of ``planned_shape``, and what is beyond B and L means nothing.
+        """
         pool, index = view.pool, view.layer
-        rows, packing = qkv.shape[0], pool.layers[index].key_packing
+        layer, rows = pool.layers[index], view.batch.offsets.shape[0]
+        length, packing = qkv.shape[0] // rows, layer.key_packing
+        form: source.Form = "step" if length == 1 else "prompt" if reads_new(view) else "chunk"
+        threads = -(-spec.head_dim // 32) * 32 if packing is None else packing.padded_dim
+        each = 1 if form == "step" else _heads_together(spec.heads + 2 * spec.kv_heads, threads)
+        blocks, shapes = _given_out(form, rows, length, view, spec)
+        *given, pool.marks[index] = self._kernels[form, packing is not None](
+            inputs=self._inputs(qkv, view, spec),
+            template=_template(qkv.dtype, spec, threads, each, packing),
+            grid=(blocks[1] * threads, blocks[0], (spec.heads + 2 * spec.kv_heads) // each),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[*shapes, MARK_SHAPE],
+            output_dtypes=[*[qkv.dtype] * len(shapes), mx.int32],
+        )
+        if form != "prompt":
+            return given[0]  # type: ignore[no-any-return]
+        queries, keys, values = (array.swapaxes(1, 2) for array in given)
+        view.new = keys, values
+        return queries  # type: ignore[no-any-return]
+
+    def _inputs(self, qkv: mx.array, view: LayerView, spec: RotarySpec) -> list[mx.array]:
+        """As ``input_names`` names them."""
+        pool, index = view.pool, view.layer
         norm = spec.q_norm if spec.q_norm is not None and spec.k_norm is not None else None
         blank = spec.inv_freq if norm is None else norm
-        threads = -(-spec.head_dim // 32) * 32 if packing is None else packing.padded_dim
-        queries, pool.marks[index] = self._kernels[packing is not None](
-            inputs=[
-                qkv,
-                pool.keys[index],
-                *pool.key_affine[index],
-                pool.values[index],
-                *pool.value_affine[index],
-                view.group.slots,
-                view.batch.offsets,
-                spec.inv_freq,
-                blank,
-                blank if norm is None else spec.k_norm,
-                self._constants.get((spec.position_scale, spec.eps), mx.float32),
-                pool.marks[index],
-            ],
-            template=_template(qkv.dtype, spec, threads, packing),
-            grid=((spec.heads + 2 * spec.kv_heads) * threads, rows, 1),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[(rows, spec.heads, 1, spec.head_dim), MARK_SHAPE],
-            output_dtypes=[qkv.dtype, mx.int32],
-        )
-        return queries  # type: ignore[no-any-return]
+        return [
+            qkv,
+            pool.keys[index],
+            *pool.key_affine[index],
+            pool.values[index],
+            *pool.value_affine[index],
+            view.group.slots,
+            view.batch.offsets,
+            spec.inv_freq,
+            blank,
+            blank if spec.k_norm is None else spec.k_norm,
+            self._constants.get((spec.position_scale, spec.eps), mx.float32),
+            pool.marks[index],
+        ]
+
+
+def _given_out(
+    form: source.Form, rows: int, length: int, view: LayerView, spec: RotarySpec
+) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
+    """Rows and positions that blocks are started for, and the shapes of queries or queries, keys and values."""
+    if form != "prompt":
+        return (rows, length), [(rows, spec.heads, length, spec.head_dim)]
+    layer = view.pool.layers[view.layer]
+    planned = planned_shape(rows, length, layer, view.group.window)
+    return planned, [(*planned, heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
+
+
+def _heads_together(heads: int, threads: int) -> int:
+    """Heads of a token that a block handles: a divisor of ``heads``."""
+    most = min(_MOST_HEADS, _MOST_ELEMENTS // threads)
+    return max(count for count in range(1, max(most, 1) + 1) if heads % count == 0)
 
 
 def _template(
-    dtype: mx.Dtype, spec: RotarySpec, threads: int, packing: VectorPacking | None
+    dtype: mx.Dtype, spec: RotarySpec, threads: int, each: int, packing: VectorPacking | None
 ) -> list[tuple[str, Any]]:
     constants: list[tuple[str, Any]] = [
         ("T", dtype),
@@ -242,6 +178,7 @@ def _template(
         ("THREADS", threads),
         ("H", spec.heads),
         ("KV", spec.kv_heads),
+        ("EACH", each),
         ("ROT", spec.rotated_dims),
         ("PAIRS", int(spec.traditional)),
         ("NORM", int(spec.q_norm is not None and spec.k_norm is not None)),

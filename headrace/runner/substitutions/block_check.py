@@ -3,6 +3,9 @@
 Every candidate block and its unmodified one run one decode forward over equal random pools; outputs and what was
 written to the pools must agree. Of packed pools, what the codes stand for must agree up to the packing's own
 steps, and must not lean to one side. One block of each form is timed. What fails or loses stays as it was.
+
+One block of each form also runs two forwards of prompts, with nothing before them and one behind a prefix. Where
+these differ, prompts go to the unmodified blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import one_line
 from headrace.runner.attention.random_pools import random_vectors
@@ -23,7 +27,7 @@ from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
-from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.small_rows import KINDS, SmallRowsKernel
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.decoder_block import (
     DenseFeedForward,
@@ -50,6 +54,26 @@ _MEASURED_LAYERS = 16
 _BLOCKS_TOGETHER = 4
 _LENGTHS = (1, 33, 64, 7, 300)
 _BLOCK_SIZE = 32
+# Positions of a row's table, and tokens of a prompt with its pads: together more than few-rows products take.
+_POSITIONS = 320
+_PROMPT_LENGTH = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Which positions the rows of a forward have: from ``starts`` on ``lengths`` of them, padded to ``padded``."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    padded: int
+
+    @staticmethod
+    def step(rows: int) -> Tokens:
+        """The last one of each of ``rows`` rows."""
+        return Tokens(tuple(_LENGTHS[row % len(_LENGTHS)] - 1 for row in range(rows)), (1,) * rows, 1)
+
+
+PROMPTS = (Tokens((0, 0), (85, 50), _PROMPT_LENGTH), Tokens((0, 37), (85, 50), _PROMPT_LENGTH))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +86,7 @@ class BlockTools:
         timed: whether a block that is slower than the unmodified one is left out.
         bits: of packed pools' codes; None: pools hold vectors as they come.
         recorder: where decode steps are recorded and replayed, so that an operation costs the host nothing.
+        prompt_kinds: of activations in prompts that are fused.
     """
 
     products: SmallRowsKernel
@@ -71,6 +96,7 @@ class BlockTools:
     timed: bool = True
     bits: int | None = None
     recorder: Recorder | None = None
+    prompt_kinds: Sequence[mx.Dtype] = KINDS
 
 
 def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int, str]:
@@ -100,7 +126,34 @@ def substitute_decoder_blocks(model: nn.Module, tools: BlockTools) -> tuple[int,
             reasons.append(fault)
     model.update_modules(nn.utils.tree_unflatten(kept))
     text = f"decode blocks: fused {len(kept)} of {len(found)}"
-    return len(kept), "; ".join([text, *reasons[:3]])
+    prompts = [] if not kept else [_take_prompts([block for _, block in kept], tools)]
+    return len(kept), "; ".join([text, *reasons[:3], *prompts])
+
+
+def _take_prompts(blocks: Sequence[FusedBlock], tools: BlockTools) -> str:
+    """Let those blocks take prompts whose form is right; a line about it."""
+    reasons = []
+    for alike in _alike(blocks):
+        fault = _prompt_fault(alike[0], tools)
+        for block in alike:
+            block.prompts = fault is None
+        if fault is not None and fault not in reasons:
+            reasons.append(fault)
+    return "; ".join([f"prompts: fused {sum(block.prompts for block in blocks)}", *reasons])
+
+
+def _prompt_fault(block: FusedBlock, tools: BlockTools) -> str | None:
+    """Why the block, which takes prompts for the time being, should not; None: it should."""
+    dtype = block.attention.qkv.dtype
+    if dtype not in tools.prompt_kinds:
+        return f"they are in {_name(dtype)}"
+    block.prompts = True
+    try:
+        faults = (compare(block, tools.store, tokens=tokens, bits=tools.bits) for tokens in PROMPTS)
+        return next((fault for fault in faults if fault is not None), None)
+    except Exception as error:
+        # As above.
+        return one_line(error)
 
 
 def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
@@ -134,9 +187,11 @@ def _call_kernels(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
         elif isinstance(feed, ExpertsFeedForward):
             products.call_kernels(feed.experts.router, feed.experts.norm)
             tools.experts.call_kernels(feed, products)
-        rows = len(_LENGTHS)
-        for module in (block, block.inner):
-            module(_input(block, rows), PagedMask(None), cache=_view(block, tools.store, rows, tools.bits))
+        for tokens in (Tokens.step(len(_LENGTHS)), *PROMPTS):
+            block.prompts = tokens.padded > 1 and parts.qkv.dtype in tools.prompt_kinds
+            for module in (block, block.inner):
+                module(_input(block, tokens), PagedMask(None), cache=_view(block, tools.store, tokens, tools.bits))
+        block.prompts = False
 
 
 def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
@@ -180,12 +235,19 @@ def _form(block: FusedBlock) -> tuple[Any, ...]:
 
 
 def compare(
-    block: FusedBlock, store: PoolStore | None, *, rows: int = len(_LENGTHS), bits: int | None = None
+    block: FusedBlock,
+    store: PoolStore | None,
+    *,
+    rows: int = len(_LENGTHS),
+    tokens: Tokens | None = None,
+    bits: int | None = None,
 ) -> str | None:
-    """What differs between a block and its unmodified one in a decode forward; None when they agree."""
-    x, mask = _input(block, rows), PagedMask(None)
+    """What differs between a block and its unmodified one in a forward of ``tokens``, or a decode forward of
+    ``rows`` rows; None when they agree."""
+    tokens = tokens or Tokens.step(rows)
+    x, mask = _input(block, tokens), PagedMask(None)
     dtype = x.dtype
-    views = [_view(block, store, rows, bits) for _ in range(2)]
+    views = [_view(block, store, tokens, bits) for _ in range(2)]
     if not block.takes(x, mask, views[0]):
         return "the pools are not ones that blocks write to"
     expected, got = block.inner(x, mask, cache=views[0]), block(x, mask, cache=views[1])
@@ -195,9 +257,17 @@ def compare(
         if fault is not None:
             return fault
     if isinstance(block.feed_forward, ExpertsFeedForward):
-        got = mx.where(_settled(block, block.feed_forward, x, mask, store, bits), got, expected)
+        view = _view(block, store, tokens, bits)
+        got = mx.where(_settled(block, block.feed_forward, x, mask, view), got, expected)
+    packing = 0.0
+    if tokens.padded > 1:  # what is made of pads nobody reads
+        is_token = mx.arange(tokens.padded)[None] < mx.array(tokens.lengths)[:, None]
+        got, expected = (mx.where(is_token[..., None], array, x) for array in (got, expected))
+        if bits is not None:  # all that is attended has been packed anew, up to steps as seen above
+            exact = block.inner(x, mask, cache=_view(block, store, tokens, None))
+            packing = _largest(mx.where(is_token[..., None], exact, x) - expected)
     worst, change, most = _largest(got - expected), _largest(expected - x), _largest(expected)
-    if not worst <= _TOLERANCE[dtype.size] * change + _ROUNDING[dtype.size] * most:
+    if not worst <= _TOLERANCE[dtype.size] * change + _ROUNDING[dtype.size] * most + packing:
         return f"outputs differ by {worst:.2g} of {change:.2g}"
     return None
 
@@ -243,23 +313,22 @@ def _per_element(groups: mx.array, packing: VectorPacking) -> mx.array:
     return mx.repeat(groups.astype(mx.float32), packing.group_size, axis=-1)[..., : packing.dim]
 
 
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def _mean(x: mx.array) -> float:
     """Size of the average."""
     return abs(float(np.array(mx.mean(x))))
 
 
 def _settled(
-    block: FusedBlock,
-    half: ExpertsFeedForward,
-    x: mx.array,
-    mask: PagedMask,
-    store: PoolStore | None,
-    bits: int | None,
+    block: FusedBlock, half: ExpertsFeedForward, x: mx.array, mask: PagedMask, view: LayerView
 ) -> mx.array:
-    """``[B, 1, 1]`` bool: rows whose choice of experts does not hang on rounding."""
-    inner, view = block.inner, _view(block, store, x.shape[0], bits)
+    """``[B, L, 1]`` bool: tokens whose choice of experts does not hang on rounding."""
+    inner = block.inner
     h = x + inner.self_attn(inner.input_layernorm(x), mask, view)
-    return half.settled(h)[:, None, None]
+    return half.settled(h.reshape(-1, 1, h.shape[-1])).reshape(*x.shape[:2], 1)
 
 
 def _is_faster(block: FusedBlock, tools: BlockTools) -> bool:
@@ -276,7 +345,7 @@ def _is_faster(block: FusedBlock, tools: BlockTools) -> bool:
 
 def _cost(module: nn.Module, block: FusedBlock, tools: BlockTools, rows: int) -> Cost:
     """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
-    x, view = _input(block, rows), _view(block, tools.store, rows, tools.bits)
+    x, view = _input(block, Tokens.step(rows)), _view(block, tools.store, Tokens.step(rows), tools.bits)
     run = partial(module, mask=PagedMask(None), cache=view)
     if tools.recorder is not None:
         mx.eval(x)
@@ -293,22 +362,24 @@ def _chained(run: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.array]
     return [x]
 
 
-def _input(block: FusedBlock, rows: int) -> mx.array:
-    """Small, so that what the block adds is not lost in rounding."""
+def _input(block: FusedBlock, tokens: Tokens) -> mx.array:
+    """``[B, L, D]``, small, so that what the block adds is not lost in rounding."""
     dense = block.attention.qkv
-    x = mx.random.normal((rows, 1, dense.shape[1]), key=mx.random.key(1)) * 0.1
-    return x.astype(dense.dtype)
+    shape = len(tokens.starts), tokens.padded, dense.shape[1]
+    return (mx.random.normal(shape, key=mx.random.key(1)) * 0.1).astype(dense.dtype)
 
 
-def _view(block: FusedBlock, store: PoolStore | None, rows: int, bits: int | None) -> LayerView:
-    """A view of a random pool, equal for equal arguments; each row writes its last position."""
+def _view(block: FusedBlock, store: PoolStore | None, tokens: Tokens, bits: int | None) -> LayerView:
+    """A view of a random pool, equal for equal arguments; pads are written behind a row's positions, where
+    nobody reads: in the null block, two could meet."""
     spec = block.attention.rotary
     layer = LayerShape(0, spec.kv_heads, spec.head_dim, spec.head_dim, block.attention.qkv.dtype, bits)
-    ends = np.array([_LENGTHS[row % len(_LENGTHS)] for row in range(rows)], np.int32)
-    width = -(-max(_LENGTHS) // _BLOCK_SIZE)
+    starts = np.array(tokens.starts, np.int32)
+    rows, ends = len(starts), starts + np.array(tokens.lengths, np.int32)
+    width = _POSITIONS // _BLOCK_SIZE
     tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
-    last = ends - 1
-    slots = tables[np.arange(rows), last // _BLOCK_SIZE] * _BLOCK_SIZE + last % _BLOCK_SIZE
+    positions: npt.NDArray[np.int32] = np.add.outer(starts, np.arange(tokens.padded, dtype=np.int32))
+    slots = np.take_along_axis(tables, positions // _BLOCK_SIZE, axis=1) * _BLOCK_SIZE + positions % _BLOCK_SIZE
     pool = KVPool([layer], [rows * width + 1], _BLOCK_SIZE, head_major=False, store=store)
     count, keys = pool.keys[0].shape[0], [mx.random.key(seed) for seed in (5, 6)]
     pool.keys[0], pool.key_affine[0] = random_vectors(layer, count, spec.head_dim, layer.key_packing, keys[0])
@@ -318,13 +389,17 @@ def _view(block: FusedBlock, store: PoolStore | None, rows: int, bits: int | Non
     mx.eval(pool.state)
     group = GroupBatch(
         None,
-        mx.array(slots),
+        mx.array(slots.reshape(-1)),
         firsts=[0] * rows,
         tables=mx.array(tables),
         bases=mx.zeros(rows, mx.int32),
     )
     batch = ForwardBatch(
-        offsets=mx.array(last), ends=mx.array(ends), starts=last.tolist(), lengths=[1] * rows, groups=[group]
+        offsets=mx.array(starts),
+        ends=mx.array(ends),
+        starts=tokens.starts,
+        lengths=tokens.lengths,
+        groups=[group],
     )
     return LayerView(pool, 0, batch)
 

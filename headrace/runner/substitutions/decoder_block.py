@@ -1,12 +1,13 @@
-"""Module substitution on a GPU: a Llama-pattern decoder block whose decode forwards take few, wide operations.
+"""Module substitution on a GPU: a Llama-pattern decoder block whose forwards take few, wide operations.
 
     x ─ norm, q k v product ─ rotate and store ─ paged attention ─ output product + x ─┐
         ┌──────────────────────────────────────────────────────────────────────────────┘
         h ─ norm, gate and up product, SiLU gate ─ down product + h ─ out
 
-Each "─ … ─" is one operation (``small_rows.py``, ``attention/rotate_store.py``, the dispatcher); a block of
-experts has its own feed-forward part (``moe_decode.py``). Forwards of more than one token per row, masks or caches
-of another kind, and everything else go to the unmodified block, which keeps the weights; the fused path refers to
+Each "─ … ─" is one operation of a decode step (``small_rows.py``, ``attention/rotate_store.py``, the dispatcher);
+a block of experts has its own feed-forward part (``moe_decode.py``). Prompts go the same way where ``prompts`` is
+set, with norms and gate as operations of their own beside library products: nine in a layer. Masks or caches of
+another kind, and everything else, go to the unmodified block, which keeps the weights; the fused path refers to
 them.
 
 The pattern is found by structure and types: pre-norm residual, RMS norms, q k v and gate up already fused by
@@ -46,7 +47,7 @@ class Rotate(Protocol):
 
 
 class FeedForward(Protocol):
-    """The second half of a block, its norm and residual included: ``h [B, 1, D]`` -> the same shape."""
+    """The second half of a block, its norm and residual included: ``h [N, D]`` or ``[N, 1, D]``, the same back."""
 
     def __call__(self, h: mx.array, products: Products) -> mx.array: ...
 
@@ -76,7 +77,11 @@ class DenseFeedForward:
 
 
 class FusedBlock(nn.Module):  # type: ignore[misc]
-    """A decoder block over the weights of ``inner``; see the module docstring."""
+    """A decoder block over the weights of ``inner``; see the module docstring.
+
+    Attributes:
+        prompts: whether forwards of several tokens per row are fused too.
+    """
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         self.inner = inner
         self.attention = attention
         self.feed_forward = feed_forward
+        self.prompts = False
         self._products = products
         self._rotate = rotate
 
@@ -98,14 +104,18 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         if not self.takes(x, mask, cache):
             return self.inner(x, mask, cache=cache)  # type: ignore[no-any-return]
         parts = self.attention
-        qkv = self._products(x, Product(parts.qkv, norm=parts.norm))
+        rows, length, width = x.shape
+        flat = x if length == 1 else x.reshape(rows * length, width)
+        qkv = self._products(flat, Product(parts.qkv, norm=parts.norm))
         queries = self._rotate(qkv, cache, parts.rotary)
         handle = KVHandle(cache)
         attend = bound_attention(self.inner.self_attn)
         assert attend is not None, "the pattern has one"
         out = attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
-        h = self._products(out, Product(parts.out, residual=x))
-        return self.feed_forward(h, self._products)
+        if length > 1:
+            out = _by_token(out, rows, length)
+        h = self._products(out, Product(parts.out, residual=flat))
+        return self.feed_forward(h, self._products).reshape(x.shape)
 
     def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:
         """Whether this forward is one for the fused path."""
@@ -113,10 +123,17 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
             type(cache) is LayerView
             and not isinstance(mask, mx.array)
             and x.ndim == 3
-            and x.shape[1] == 1
+            and (x.shape[1] == 1 or (self.prompts and bool(cache.batch.lengths)))
             and x.dtype == self.attention.qkv.dtype
             and self._rotate.supports(self.attention.rotary, cache)
         )
+
+
+def _by_token(out: mx.array, rows: int, length: int) -> mx.array:
+    """``[B, H, L, D]``, or more rows and positions, as ``[B * L, H * D]``; a view where it lies by token."""
+    if out.shape[0] != rows or out.shape[2] != length:
+        out = out[:rows, :, :length]
+    return out.swapaxes(1, 2).reshape(rows * length, -1)
 
 
 # -- what a block is made of -------------------------------------------------------------------------------

@@ -428,11 +428,13 @@ class ExpertsFeedForward:
     choice: ExpertsChoice
 
     def __call__(self, h: mx.array, products: Products) -> mx.array:
-        found = self.choice.of(h, self.experts)
+        """``h [N, D]`` or ``[N, 1, D]`` -> the same shape."""
+        rows = h.reshape(h.shape[0], 1, h.shape[-1])
+        found = self.choice.of(rows, self.experts)
         if found is None:
-            return self.unmodified(h)
+            return self.unmodified(rows).reshape(h.shape)
         kernel, experts = found
-        return kernel(h, experts, products)
+        return kernel(rows, experts, products).reshape(h.shape)
 
     def unmodified(self, h: mx.array) -> mx.array:
         norm = self.experts.norm

@@ -4,6 +4,7 @@
 
 #undef threadgroup_position_in_grid
 #undef thread_position_in_threadgroup
+#undef threadgroups_per_grid
 #define __shared__ static
 #define blockIdx shim::threadgroup_position
 #define threadIdx shim::thread_position

@@ -38,7 +38,7 @@ struct Group {
   std::function<void()> body;
 };
 inline Group group;
-inline uint3 threadgroup_position, thread_position;
+inline uint3 threadgroup_position, thread_position, threadgroups;
 
 inline void yield() { swapcontext(&group.fibers[group.current], &group.scheduler); }
 
@@ -120,6 +120,7 @@ inline void run_group(int size, std::function<void()> body) {
 
 // Grid in threads, as MLX launches it; threadgroups are one-dimensional.
 inline void launch(uint3 grid, int threads, const std::function<void()>& body) {
+  threadgroups = {grid.x / threads, grid.y, grid.z};
   for (uint z = 0; z < grid.z; ++z)
     for (uint y = 0; y < grid.y; ++y)
       for (uint x = 0; x < grid.x / threads; ++x) {
@@ -153,3 +154,4 @@ inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 }  // namespace metal
 #define threadgroup_position_in_grid shim::threadgroup_position
 #define thread_position_in_threadgroup shim::thread_position
+#define threadgroups_per_grid shim::threadgroups
