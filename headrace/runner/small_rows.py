@@ -363,8 +363,8 @@ class SmallRowsKernel:
             x = mx.random.normal((rows, 1, inner)).astype(dense.dtype)
             added = mx.random.normal((rows, 1, outputs)).astype(x.dtype) if residual else None
             products = [Product(*layer, added, gated) for layer in layers]
-            own = None if hopeless["kernel"] else self._quickest(key, products, x)
-            costs: dict[Way, Cost] = dict([own] if own is not None else [])
+            costs: dict[Way, Cost] = {} if hopeless["kernel"] else self._own_costs(key, products, x)
+            own = min(costs.items(), key=lambda one: one[1].in_a_step, default=None)
             usual = None if hopeless["library"] else self._usual_cost(key, products, x)
             if usual is not None:
                 costs[None] = usual
@@ -376,14 +376,11 @@ class SmallRowsKernel:
                 hopeless["library"] = usual.device > HOPELESS * own[1].device
         return form
 
-    def _quickest(
-        self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array
-    ) -> tuple[Tiling | Staged, Cost] | None:
-        """The kernel's best tiling of those that are right, and what it costs; None: none is right."""
+    def _own_costs(self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array) -> dict[Way, Cost]:
+        """What those of the kernels' tilings cost that are right."""
         possible = self._tilings(x.shape[0], x.dtype, products[0])
         tried = [(way, self._checked_cost(key, way, products, x)) for way in possible]
-        right = [(way, cost) for way, cost in tried if cost is not None]
-        return min(right, key=lambda one: one[1].in_a_step) if right else None
+        return {way: cost for way, cost in tried if cost is not None}
 
     def _usual_cost(self, key: tuple[Any, ...], products: Sequence[Product], x: mx.array) -> Cost | None:
         """What MLX's product costs, with MLX's operations beside it once others were wrong."""
@@ -436,6 +433,38 @@ class SmallRowsKernel:
 
             best = min(combinations(*known), key=in_a_step)
             self._chosen.update({key: way for key, (way, _) in zip(keys, best, strict=True)})
+
+    def settle(self, forms: Sequence[Form], seconds: Callable[[int], float]) -> None:
+        """Choose anew among a few combinations of ways, by what a layer takes with each.
+
+        Kernels that begin early share the device with those ahead of them, which no product's own time shows. So
+        for each number of rows the quickest ways are tried, the quickest without clusters, and without staging.
+
+        Args:
+            forms: of the products that make up a layer.
+            seconds: of a layer for so many rows, with the ways chosen now.
+        """
+        allowed: list[Callable[[Way], bool]] = [
+            lambda way: True,
+            lambda way: way is None or not way.is_cluster,
+            lambda way: not isinstance(way, Staged),
+        ]
+        for rows in MEASURED_ROWS:
+            keys = [(rows, *form) for form in forms]
+            tried: dict[tuple[Way, ...], float] = {}
+            for kind in allowed:
+                known = [
+                    {way: cost for way, cost in self._costs.get(key, {}).items() if kind(way)} for key in keys
+                ]
+                if not all(known):
+                    continue
+                ways = tuple(min(costs, key=lambda way: costs[way].in_a_step) for costs in known)
+                if ways not in tried:
+                    self._chosen.update(zip(keys, ways, strict=True))
+                    tried[ways] = seconds(rows)
+            if tried:
+                best = min(tried, key=lambda ways: tried[ways])
+                self._chosen.update(zip(keys, best, strict=True))
 
     def note(self) -> str:
         """What ``measure`` found, in one line."""

@@ -543,7 +543,7 @@ def check_blocks(name: str) -> str | None:
     for rows in (1, 5, 9, 32, 40) if found else ():
         fault = block_check.compare(found[0], store, rows=rows)
         faults += [] if fault is None else [f"{rows} rows: {fault}"]
-        own, usual = (block_check._cost(by, found[0], store, rows) for by in (found[0], found[0].inner))
+        own, usual = (block_check._cost(by, found[0], tools, rows) for by in (found[0], found[0].inner))
         say(
             f"{name}: {rows} rows, us, host and device: fused {own.host * 1e6:.0f} {own.device * 1e6:.0f}, "
             f"unmodified {usual.host * 1e6:.0f} {usual.device * 1e6:.0f}"

@@ -15,9 +15,10 @@ from headrace.runner.small_rows import (
     KernelProducts,
     Product,
     SmallRowsKernel,
+    Way,
     plain_product,
 )
-from headrace.runner.small_rows_tiling import Tiling
+from headrace.runner.small_rows_tiling import Staged, Tiling
 from headrace.runner.timing import Cost
 
 US = 1e-6
@@ -55,6 +56,28 @@ def test_rows_without_all_costs_stay_as_they_were() -> None:
     products._costs = {(rows, *FORMS[0]): {USUAL: Cost(1, 1), None: Cost(2, 2)} for rows in MEASURED_ROWS}
     products.balance(FORMS)
     assert products._chosen == {}
+
+
+def test_what_a_layer_takes_has_the_last_word() -> None:
+    """Clusters are quickest one by one, slower in a layer; one bucket cannot do without them."""
+    staged, cluster = Staged(1, 64, 2, 4, 1), Staged(1, 64, 2, 4, 2)
+    costs = {cluster: Cost(0, 1), staged: Cost(0, 2), USUAL: Cost(0, 3), None: Cost(0, 4)}
+    products = SmallRowsKernel(plain_product)
+    for rows in (1, 8, 32):
+        products._costs |= {(rows, *form): dict[Way, Cost](costs) for form in FORMS}
+    products._costs[8, *FORMS[0]] = {cluster: Cost(0, 1)}
+    asked: list[tuple[int, Way, Way]] = []
+
+    def seconds(rows: int) -> float:
+        ways = tuple(products._chosen[rows, *form] for form in FORMS)
+        asked.append((rows, *ways))
+        return {cluster: 3.0, staged: 2.0, USUAL: 1.0 if rows == 1 else 5.0}[ways[1]]
+
+    products.settle(FORMS, seconds)
+    assert [products._chosen[1, *form] for form in FORMS] == [USUAL, USUAL]
+    assert [products._chosen[8, *form] for form in FORMS] == [cluster, cluster]
+    assert [products._chosen[32, *form] for form in FORMS] == [staged, staged]
+    assert len(asked) == len(set(asked)) == 7
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ these differ, prompts go to the unmodified blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ _ROUNDOFF = {mx.bfloat16: 2.0**-9, mx.float16: 2.0**-11}
 # Average difference of packed elements, in both packings' steps: a quarter if one of them always rounded down.
 _MOST_DRIFT = 0.18
 # Layers whose products are timed: more than a cache holds. And blocks that are timed together.
+log = logging.getLogger("headrace.runner")
+
 _MEASURED_LAYERS = 16
 _BLOCKS_TOGETHER = 4
 _LENGTHS = (1, 33, 64, 7, 300)
@@ -206,17 +209,17 @@ def _measure(blocks: Sequence[FusedBlock], tools: BlockTools) -> None:
         ]
         dense = [block.feed_forward for block in some if isinstance(block.feed_forward, DenseFeedForward)]
         if dense:
-            products.balance(
-                [
-                    *forms_of_products,
-                    products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True),
-                    products.measure([(parts.down, None) for parts in dense], residual=True),
-                ]
-            )
+            forms_of_products += [
+                products.measure([(parts.gate_up, parts.norm) for parts in dense], gated=True),
+                products.measure([(parts.down, None) for parts in dense], residual=True),
+            ]
+            products.balance(forms_of_products)
         halves = [block.feed_forward for block in some if isinstance(block.feed_forward, ExpertsFeedForward)]
         if halves:
             products.measure([(half.experts.router, half.experts.norm) for half in halves])
             tools.experts.measure(halves[:_BLOCKS_TOGETHER], products)
+        if tools.recorder is not None:
+            products.settle(forms_of_products, partial(_seconds, some, tools, tools.recorder))
 
 
 def _form(block: FusedBlock) -> tuple[Any, ...]:
@@ -346,20 +349,38 @@ def _is_faster(block: FusedBlock, tools: BlockTools) -> bool:
 def _cost(module: nn.Module, block: FusedBlock, tools: BlockTools, rows: int) -> Cost:
     """Of ``module``, which is ``block`` or its unmodified one, for ``rows`` rows."""
     x, view = _input(block, Tokens.step(rows)), _view(block, tools.store, Tokens.step(rows), tools.bits)
-    run = partial(module, mask=PagedMask(None), cache=view)
     if tools.recorder is not None:
-        mx.eval(x)
-        return Cost(0.0, tools.recorder.device_seconds(partial(_chained, run, x)) / _BLOCKS_TOGETHER)
+        return Cost(0.0, _replayed_s([module], x, view, tools.recorder))
     inputs = [x + 0.01 * index for index in range(_BLOCKS_TOGETHER)]
     mx.eval(inputs)
-    return compiled_cost([run] * len(inputs), inputs)
+    return compiled_cost([partial(module, mask=PagedMask(None), cache=view)] * len(inputs), inputs)
 
 
-def _chained(run: Callable[[mx.array], mx.array], x: mx.array) -> list[mx.array]:
-    """As many blocks one after another."""
-    for _ in range(_BLOCKS_TOGETHER):
-        x = run(x)
-    return [x]
+def _seconds(blocks: Sequence[FusedBlock], tools: BlockTools, recorder: Recorder, rows: int) -> float:
+    """Of one of ``blocks``, which are alike, in a step of ``rows`` rows; infinite where it cannot run."""
+    tokens = Tokens.step(rows)
+    try:
+        return _replayed_s(
+            blocks, _input(blocks[0], tokens), _view(blocks[0], tools.store, tokens, tools.bits), recorder
+        )
+    except Exception as error:
+        # As for products: whatever a driver says, another choice can serve.
+        log.info("a choice of products at %d rows cannot be timed: %s", rows, one_line(error))
+        return float("inf")
+
+
+def _replayed_s(blocks: Sequence[nn.Module], x: mx.array, view: LayerView, recorder: Recorder) -> float:
+    """Seconds of one of ``blocks``, in turn one after another as in a recorded step."""
+
+    def chained() -> list[mx.array]:
+        y = x
+        for index in range(count):
+            y = blocks[index % len(blocks)](y, mask=PagedMask(None), cache=view)
+        return [y]
+
+    count = max(len(blocks), _BLOCKS_TOGETHER)
+    mx.eval(x)
+    return recorder.device_seconds(chained) / count
 
 
 def _input(block: FusedBlock, tokens: Tokens) -> mx.array:
