@@ -9,8 +9,7 @@ used: the first two steps run as ever (tracing, measuring kernels, filling cache
 runs, the fourth runs both ways and is compared bit for bit, and from then on steps are replayed. Running a step a
 second time is harmless: it writes the same keys and values to the same slots.
 
-Replayed kernels of our own begin while the ones before them end (``native/graph_overlap.h``), those of library
-products among them (``native/graph_flatten.h``).
+Replayed kernels of our own begin while the ones before them end (``native/graph_overlap.h``).
 
 A recording keeps all its intermediate arrays. Together they are bounded (the memory plan counts the bound); the
 recording that was not used for the longest time goes first.
@@ -38,7 +37,7 @@ log = logging.getLogger("headrace.runner")
 
 EXTENSION = Extension(
     "headrace_step_graph",
-    ("step_graph.cpp", "graph_nodes.h", "graph_flatten.h", "graph_overlap.h", *CUDA_HEADERS),
+    ("step_graph.cpp", "graph_nodes.h", "graph_overlap.h", *CUDA_HEADERS),
     include="cuda_names",
 )
 
@@ -254,8 +253,8 @@ class StepGraphs:
             bucket.trusted = True
             graph = bucket.graph
             log.debug(
-                "decode step recorded: %d kernels, %d begin early, %d library products flattened, %d bytes; %s",
-                graph.nodes, graph.early, graph.flattened, bucket.nbytes, graph.refusal,
+                "decode step recorded: %d kernels, %d begin early, %d bytes; %s",
+                graph.nodes, graph.early, bucket.nbytes, graph.refusal,
             )  # fmt: skip
         else:
             self._refuse(bucket, "its logits are not those of the step")

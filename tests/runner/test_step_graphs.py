@@ -30,7 +30,6 @@ class PlayedGraph:
     error: str = ""
     nodes: int = 7
     early: int = 5
-    flattened: int = 1
     refusal: str = ""
     bound: list[tuple[int, ...]] = field(default_factory=list)
 

@@ -14,7 +14,6 @@
 #include "mlx/array.h"
 #include "mlx/backend/cuda/utils.h"
 
-struct CUctx_st;
 struct CUevent_st;
 
 namespace headrace::cuda {
@@ -34,14 +33,6 @@ struct KernelNodeParams {
   unsigned grid[3], block[3], shared_bytes;
   void **parameters, **extra;
   void *kernel, *context;
-};
-
-// CUDA_MEMSET_NODE_PARAMS.
-struct MemsetNodeParams {
-  CUdeviceptr to;
-  size_t pitch;
-  unsigned value, element_bytes;
-  size_t width, height;
 };
 
 struct Driver {
@@ -67,27 +58,15 @@ struct Driver {
   int (*error_string)(int, const char**);
   int (*clone)(CUgraph_st**, CUgraph_st*);
   int (*destroy_graph)(CUgraph_st*);
-  // Null where the driver is too old: those of edges' kinds came with CUDA 12.3.
+  // Null where the driver is older than CUDA 12.3.
   int (*get_edges)(CUgraph_st*, CUgraphNode*, CUgraphNode*, EdgeData*, size_t*);
   int (*add_edges)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, EdgeData const*, size_t);
   int (*remove_dependencies)(CUgraph_st*, CUgraphNode const*, CUgraphNode const*, EdgeData const*, size_t);
   int (*kernel_parameters)(CUgraphNode, KernelNodeParams*);
   int (*function_name)(const char**, CUfunction);
-  int (*add_kernel)(CUgraphNode*, CUgraph_st*, CUgraphNode const*, size_t, KernelNodeParams const*);
-  int (*copy_attributes)(CUgraphNode, CUgraphNode);  // to, from
-  int (*memset_parameters)(CUgraphNode, MemsetNodeParams*);
-  int (*add_memset)(CUgraphNode*, CUgraph_st*, CUgraphNode const*, size_t, MemsetNodeParams const*, CUctx_st*);
-  int (*add_empty)(CUgraphNode*, CUgraph_st*, CUgraphNode const*, size_t);
-  int (*destroy_node)(CUgraphNode);
-  int (*current_context)(CUctx_st**);
 
   bool can_overlap() const {
     return get_edges && add_edges && remove_dependencies && kernel_parameters && function_name;
-  }
-
-  bool can_flatten() const {
-    return get_edges && add_edges && kernel_parameters && add_kernel && copy_attributes && memset_parameters &&
-           add_memset && add_empty && destroy_node && current_context;
   }
 
   static const Driver& get() {
@@ -133,13 +112,6 @@ struct Driver {
     look_for(remove_dependencies, "cuGraphRemoveDependencies_v2");
     look_for(kernel_parameters, "cuGraphKernelNodeGetParams_v2");
     look_for(function_name, "cuFuncGetName");
-    look_for(add_kernel, "cuGraphAddKernelNode_v2");
-    look_for(copy_attributes, "cuGraphKernelNodeCopyAttributes");
-    look_for(memset_parameters, "cuGraphMemsetNodeGetParams");
-    look_for(add_memset, "cuGraphAddMemsetNode");
-    look_for(add_empty, "cuGraphAddEmptyNode");
-    look_for(destroy_node, "cuGraphDestroyNode");
-    look_for(current_context, "cuCtxGetCurrent");
   }
 };
 

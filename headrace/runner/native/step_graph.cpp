@@ -49,7 +49,7 @@
 #undef private
 
 #include "cuda_driver.h"
-#include "graph_flatten.h"
+#include "graph_nodes.h"
 #include "graph_overlap.h"
 
 namespace nb = nanobind;
@@ -187,7 +187,6 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   mx::Stream stream() const { return stream_; }
   size_t nodes() const { return nodes_; }
   size_t early() const { return early_; }
-  size_t flattened() const { return flattened_; }
   const std::string& error() const { return error_; }
   const std::string& refusal() const { return refusal_; }
 
@@ -196,27 +195,22 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
 
   // With kernels that begin early where the driver takes that, as MLX has ordered them elsewhere.
   void instantiate(CUgraph_st* graph) {
-    if (!tag_.empty()) {
-      for (bool flat : {true, false}) {
-        if (!exec_) instantiate_early(graph, flat);
-      }
-    }
+    if (!tag_.empty()) instantiate_early(graph);
     if (!exec_) check(Driver::get().instantiate(&exec_, graph, 0), "instantiating the step");
   }
 
-  // MLX launches its graph for this one step, so another is changed. `flat`: library products are, too. Leaves
-  // exec_ null where nothing begins early or the driver says no.
-  void instantiate_early(CUgraph_st* graph, bool flat) {
+  // MLX launches its graph for this one step, so another is changed. Leaves exec_ null where nothing begins early or
+  // the driver says no.
+  void instantiate_early(CUgraph_st* graph) {
     auto& driver = Driver::get();
     CUgraph_st* own = nullptr;
     if (driver.clone(&own, graph) != 0) return;
     try {
-      flattened_ = flat ? headrace::cuda::flatten(own) : 0;
       early_ = headrace::cuda::overlap(own, tag_);
       if (early_ > 0) check(driver.instantiate(&exec_, own, 0), "instantiating the step");
     } catch (const std::exception& error) {
       refusal_ = error.what();
-      early_ = flattened_ = 0;
+      early_ = 0;
       exec_ = nullptr;
     }
     driver.destroy_graph(own);
@@ -224,7 +218,7 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
 
   mx::Stream stream_;
   std::string tag_, refusal_;
-  size_t early_ = 0, flattened_ = 0;
+  size_t early_ = 0;
   CUgraphExec_st* exec_ = nullptr;
   size_t nodes_ = 0;
   std::string error_;
@@ -373,7 +367,6 @@ NB_MODULE(headrace_step_graph, m) {
       .def("seconds", &StepGraph::seconds)
       .def_prop_ro("nodes", &StepGraph::nodes)
       .def_prop_ro("early", &StepGraph::early)
-      .def_prop_ro("flattened", &StepGraph::flattened)
       .def_prop_ro("refusal", &StepGraph::refusal)
       .def_prop_ro("error", &StepGraph::error);
   nb::class_<Reader>(m, "Reader")

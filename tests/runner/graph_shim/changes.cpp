@@ -1,16 +1,16 @@
 // Changes graphs as step_graph.cpp does: reads one a line from standard input, writes what came of it as JSON, a line
 // each. The driver is the libcuda.so.1 that the loader finds (driver.cpp).
 //
-//   line    FLAT TAG graph         FLAT: 1 to take child graphs apart first
+//   line    TAG graph
 //   graph   NODES node... EDGES edge...
-//   node    k NAME CLUSTER ARGUMENT | m VALUE | e | o TYPE | g graph
+//   node    k NAME | o TYPE | g graph
 //   edge    FROM TO TYPE           numbers of nodes; TYPE 1: programmatic
 #include <iostream>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "graph_flatten.h"
+#include "graph_nodes.h"
 #include "graph_overlap.h"
 
 using headrace::cuda::check;
@@ -22,12 +22,8 @@ namespace {
 struct Test {
   int (*make_graph)(CUgraph_st**, unsigned);
   int (*add_child)(CUgraphNode*, CUgraph_st*, CUgraphNode const*, size_t, CUgraph_st*);
+  int (*add_kernel)(CUgraphNode*, CUgraph_st*, const char*);
   int (*add_other)(CUgraphNode*, CUgraph_st*, int);
-  CUfunction (*function)(const char*);
-  void (*set_cluster)(CUgraphNode, int);
-  int (*cluster)(CUgraphNode);
-  // What the headers ask for only where it is there.
-  int (*add_kernel)(CUgraphNode*, CUgraph_st*, CUgraphNode const*, size_t, headrace::cuda::KernelNodeParams const*);
 
   Test() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -37,40 +33,21 @@ struct Test {
     };
     find(make_graph, "cuGraphCreate");
     find(add_child, "cuGraphAddChildGraphNode");
+    find(add_kernel, "test_add_kernel");
     find(add_other, "test_add_other");
-    find(function, "test_function");
-    find(set_cluster, "test_set_cluster");
-    find(cluster, "test_cluster");
-    find(add_kernel, "cuGraphAddKernelNode_v2");
   }
 };
 
 CUgraph_st* read_graph(std::istream& in, Test& test);
 
 CUgraphNode read_node(std::istream& in, CUgraph_st* graph, Test& test) {
-  auto& driver = Driver::get();
   CUgraphNode made = nullptr;
   char kind = 0;
   in >> kind;
   if (kind == 'k') {
     std::string name;
-    int cluster = 0;
-    long long argument = 0;
-    in >> name >> cluster >> argument;
-    void* at = &argument;
-    headrace::cuda::KernelNodeParams parameters{
-        test.function(name.c_str()), {7, 6, 5}, {4, 3, 2}, 1024, &at, nullptr, nullptr, nullptr};
-    check(test.add_kernel(&made, graph, nullptr, 0, &parameters), "adding a kernel");
-    test.set_cluster(made, cluster);
-  } else if (kind == 'm') {
-    unsigned value = 0;
-    in >> value;
-    CUctx_st* context = nullptr;
-    check(driver.current_context(&context), "asking for the context");
-    headrace::cuda::MemsetNodeParams parameters{0x1000, 32, value, 4, 16, 2};
-    check(driver.add_memset(&made, graph, nullptr, 0, &parameters, context), "adding a memset");
-  } else if (kind == 'e') {
-    check(driver.add_empty(&made, graph, nullptr, 0), "adding an empty node");
+    in >> name;
+    check(test.add_kernel(&made, graph, name.c_str()), "adding a kernel");
   } else if (kind == 'o') {
     int type = 0;
     in >> type;
@@ -78,7 +55,7 @@ CUgraphNode read_node(std::istream& in, CUgraph_st* graph, Test& test) {
   } else {
     CUgraph_st* child = read_graph(in, test);
     check(test.add_child(&made, graph, nullptr, 0, child), "adding a child graph");
-    driver.destroy_graph(child);
+    Driver::get().destroy_graph(child);
   }
   return made;
 }
@@ -102,9 +79,9 @@ CUgraph_st* read_graph(std::istream& in, Test& test) {
   return graph;
 }
 
-void write_graph(std::ostream& out, CUgraph_st* graph, Test& test);
+void write_graph(std::ostream& out, CUgraph_st* graph);
 
-void write_node(std::ostream& out, CUgraphNode node, Test& test) {
+void write_node(std::ostream& out, CUgraphNode node) {
   auto& driver = Driver::get();
   int type = headrace::cuda::type_of(node);
   out << "{\"type\": " << type;
@@ -113,28 +90,20 @@ void write_node(std::ostream& out, CUgraphNode node, Test& test) {
     check(driver.kernel_parameters(node, &p), "reading a kernel");
     const char* name = nullptr;
     check(driver.function_name(&name, p.function), "reading a kernel");
-    out << ", \"name\": \"" << name << "\", \"cluster\": " << test.cluster(node)
-        << ", \"argument\": " << *static_cast<long long*>(p.parameters[0]) << ", \"launch\": [" << p.grid[0] << ", "
-        << p.grid[1] << ", " << p.grid[2] << ", " << p.block[0] << ", " << p.block[1] << ", " << p.block[2] << ", "
-        << p.shared_bytes << "]";
-  } else if (type == headrace::cuda::kMemset) {
-    headrace::cuda::MemsetNodeParams p{};
-    check(driver.memset_parameters(node, &p), "reading a memset");
-    out << ", \"memset\": [" << p.to << ", " << p.pitch << ", " << p.value << ", " << p.element_bytes << ", "
-        << p.width << ", " << p.height << "]";
+    out << ", \"name\": \"" << name << "\"";
   } else if (type == headrace::cuda::kGraph) {
     out << ", \"child\": ";
-    write_graph(out, headrace::cuda::child_of(node), test);
+    write_graph(out, headrace::cuda::child_of(node));
   }
   out << "}";
 }
 
-void write_graph(std::ostream& out, CUgraph_st* graph, Test& test) {
+void write_graph(std::ostream& out, CUgraph_st* graph) {
   auto nodes = headrace::cuda::nodes_of(graph);
   out << "{\"nodes\": [";
   for (size_t i = 0; i < nodes.size(); i++) {
     out << (i ? ", " : "");
-    write_node(out, nodes[i], test);
+    write_node(out, nodes[i]);
   }
   out << "], \"edges\": [";
   auto edges = headrace::cuda::edges_of(graph);
@@ -156,19 +125,17 @@ int main() {
     std::istringstream in(line);
     std::ostringstream out;
     try {
-      bool flat = false;
       std::string tag;
-      in >> flat >> tag;
+      in >> tag;
       CUgraph_st *given = read_graph(in, test), *own = nullptr;
       check(Driver::get().clone(&own, given), "copying a graph");
-      size_t flattened = flat ? headrace::cuda::flatten(own) : 0;
       size_t early = headrace::cuda::overlap(own, tag);
-      out << "{\"early\": " << early << ", \"flattened\": " << flattened;
+      out << "{\"early\": " << early;
       if (Driver::get().can_overlap()) {
         out << ", \"graph\": ";
-        write_graph(out, own, test);
+        write_graph(out, own);
         out << ", \"given\": ";
-        write_graph(out, given, test);
+        write_graph(out, given);
       }
       out << "}";
       Driver::get().destroy_graph(own);

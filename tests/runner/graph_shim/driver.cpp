@@ -1,6 +1,5 @@
-// What graph_overlap.h and graph_flatten.h ask of CUDA's driver, for tests without one: graphs as nodes and edges in
-// memory, with the driver's rules. A node owns its parameters: they are spoiled when it is destroyed. With OLD_DRIVER
-// there are none of the functions that came with CUDA 12.3.
+// What graph_overlap.h asks of CUDA's driver, for tests without one: graphs as nodes and edges in memory, with the
+// driver's rules. With OLD_DRIVER there are none of the functions that came with CUDA 12.3.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -12,7 +11,7 @@
 namespace {
 
 enum Result : int { kFine = 0, kInvalid = 1, kUnsupported = 801 };
-enum Type : int { kKernel = 0, kMemset = 2, kGraph = 4, kEmpty = 5 };
+enum Type : int { kKernel = 0, kGraph = 4, kEmpty = 5 };
 
 struct EdgeData {
   unsigned char from_port, to_port, type, reserved[5];
@@ -30,29 +29,13 @@ struct KernelParams {
   void *kernel, *context;
 };
 
-struct MemsetParams {
-  unsigned long long to;
-  size_t pitch;
-  unsigned value, element_bytes;
-  size_t width, height;
-};
-
 struct Graph;
 
 struct Node {
   Graph* owner = nullptr;
   int type = kEmpty;
   KernelParams kernel{};
-  long long argument = 0;  // every function here takes one
-  void* argument_at = nullptr;
-  int cluster = 1;
-  MemsetParams memset{};
   std::unique_ptr<Graph> child;
-
-  void own_argument() {
-    argument_at = &argument;
-    kernel.parameters = &argument_at;
-  }
 };
 
 struct Edge {
@@ -82,21 +65,10 @@ std::unique_ptr<Graph> cloned(const Graph& graph) {
     Node* copy = made->add(node->type);
     copies[node.get()] = copy;
     copy->kernel = node->kernel;
-    copy->argument = node->argument;
-    copy->own_argument();
-    copy->cluster = node->cluster;
-    copy->memset = node->memset;
     if (node->child) copy->child = cloned(*node->child);
   }
   for (auto& edge : graph.edges) made->edges.push_back({copies.at(edge.from), copies.at(edge.to), edge.data});
   return made;
-}
-
-void spoil(Node& node) {
-  node.argument = node.type = node.cluster = -1;
-  node.owner = nullptr;
-  if (!node.child) return;
-  for (auto& one : node.child->nodes) spoil(*one);
 }
 
 bool allowed(const Graph& graph, const Edge& edge) {
@@ -136,44 +108,6 @@ int cuGraphAddChildGraphNode(Node** made, Graph* graph, Node* const*, size_t, Gr
   (*made)->child = cloned(*child);
   return kFine;
 }
-int cuGraphAddEmptyNode(Node** made, Graph* graph, Node* const*, size_t) {
-  *made = graph->add(kEmpty);
-  return kFine;
-}
-int cuGraphAddMemsetNode(Node** made, Graph* graph, Node* const*, size_t, const MemsetParams* params, void* context) {
-  if (!context) return kInvalid;
-  *made = graph->add(kMemset);
-  (*made)->memset = *params;
-  return kFine;
-}
-// Functions that are called "once..." can be added to one graph only.
-int cuGraphAddKernelNode_v2(Node** made, Graph* graph, Node* const*, size_t, const KernelParams* params) {
-  static std::map<Function*, int> added;
-  if (!params->function || params->function->name.empty() || !params->parameters) return kInvalid;
-  if (params->function->name.starts_with("once") && added[params->function]++ > 0) return kUnsupported;
-  *made = graph->add(kKernel);
-  (*made)->kernel = *params;
-  (*made)->argument = *static_cast<long long*>(params->parameters[0]);
-  (*made)->own_argument();
-  return kFine;
-}
-int cuGraphKernelNodeCopyAttributes(Node* to, Node* from) {
-  if (to->type != kKernel || from->type != kKernel) return kInvalid;
-  to->cluster = from->cluster;
-  return kFine;
-}
-// What it owned stays readable, so that whoever still uses it is found out.
-int cuGraphDestroyNode(Node* node) {
-  static std::vector<std::unique_ptr<Node>> destroyed;
-  Graph* graph = node->owner;
-  std::erase_if(graph->edges, [&](auto& edge) { return edge.from == node || edge.to == node; });
-  auto at = std::find_if(graph->nodes.begin(), graph->nodes.end(), [&](auto& one) { return one.get() == node; });
-  if (at == graph->nodes.end()) return kInvalid;
-  destroyed.push_back(std::move(*at));
-  graph->nodes.erase(at);
-  spoil(*node);
-  return kFine;
-}
 
 // -- reading them ---------------------------------------------------------------------------------------------
 
@@ -189,10 +123,6 @@ int cuGraphNodeGetType(Node* node, int* type) {
 int cuGraphChildGraphNodeGetGraph(Node* node, Graph** graph) {
   *graph = node->child.get();
   return *graph ? kFine : kInvalid;
-}
-int cuGraphMemsetNodeGetParams(Node* node, MemsetParams* params) {
-  *params = node->memset;
-  return node->type == kMemset ? kFine : kInvalid;
 }
 #ifndef OLD_DRIVER
 int cuGraphKernelNodeGetParams_v2(Node* node, KernelParams* params) {
@@ -238,11 +168,6 @@ int cuGraphRemoveDependencies_v2(Graph* graph, Node* const* from, Node* const* t
 }
 #endif
 
-int cuCtxGetCurrent(void** context) {
-  static int one;
-  *context = &one;
-  return kFine;
-}
 int cuGetErrorString(int, const char** text) {
   *text = "the driver said no";
   return kFine;
@@ -269,15 +194,15 @@ int cuStreamDestroy_v2() { return kUnsupported; }
 
 // -- for the test alone ---------------------------------------------------------------------------------------
 
-Function* test_function(const char* name) {
+int test_add_kernel(Node** made, Graph* graph, const char* name) {
   static std::map<std::string, std::unique_ptr<Function>> functions;
   auto& function = functions[name];
   if (!function) function = std::make_unique<Function>(Function{name});
-  return function.get();
+  *made = graph->add(kKernel);
+  (*made)->kernel.function = function.get();
+  return kFine;
 }
-void test_set_cluster(Node* node, int cluster) { node->cluster = cluster; }
-int test_cluster(Node* node) { return node->cluster; }
-// A node of a type that is not taken apart (a copy, say).
+// A node of another type than a kernel or a graph.
 int test_add_other(Node** made, Graph* graph, int type) {
   *made = graph->add(type);
   return kFine;
