@@ -6,6 +6,8 @@ On CUDA, MLX records operations as graphs and launches those:
     MLX_CUDA_SDPA_CACHE_SIZE    likewise
     MLX_MAX_MB_PER_BUFFER       a graph is cut when its inputs exceed this; KV pools of gigabytes are inputs of
                                 every attention, and would cut a decode step into single layers
+    MLX_MAX_OPS_PER_BUFFER      a graph is cut after so many operations; the device begins with a prompt when the
+                                first graph is cut, which was two thirds of a prompt's operations (100 of 144)
 
 What a user has set stays.
 
@@ -29,6 +31,7 @@ _CUDA = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
     "MLX_CUDA_SDPA_CACHE_SIZE": "2000",
     "MLX_MAX_MB_PER_BUFFER": "1000000",
+    "MLX_MAX_OPS_PER_BUFFER": "32",
 }
 # Parameters of glibc's mallopt(3), bytes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -43,7 +46,7 @@ def prepare() -> None:
     if named is not None and not os.path.isdir(named):
         os.environ["TMPDIR"] = tempfile.gettempdir()
     if sys.platform == "darwin":
-        return  # Metal reads the last one too, and its default is right there
+        return  # Metal reads the last two as well, and its defaults are right there
     _settle_heap()
     for name, value in _CUDA.items():
         os.environ.setdefault(name, value)

@@ -46,7 +46,7 @@ HOPELESS = 4.0
 # A layer's kernels beside its products: rotation and attention, and what the device takes for one of them.
 OTHER_OPERATIONS = 3
 OTHER_DEVICE_S = 5e-6
-# Products timed in one compiled function; each is a few of the operations that MLX starts together (100).
+# Products timed in one compiled function; each is a few of the operations that MLX starts together.
 MEASURED_TOGETHER = 16
 CHECKED_LAYERS = 4
 # What is done beside the product, outputs, inner dimension, whether there is a bias, how weights are held.
@@ -318,6 +318,17 @@ class SmallRowsKernel:
 
     def __call__(self, x: mx.array, product: Product) -> mx.array:
         return self._by(self._chosen.get((measured_bucket(x.shape[0]), *product.form)), x, product)
+
+    def in_prompts(self, x: mx.array, product: Product) -> mx.array:
+        """The product in a forward that is not recorded, where MLX would instantiate a graph for every cluster."""
+        key = (measured_bucket(x.shape[0]), *product.form)
+        way = self._chosen.get(key)
+        if way is not None and way.is_cluster:
+            others = {
+                other: cost for other, cost in self._costs[key].items() if other is None or not other.is_cluster
+            }
+            way = min(others, key=lambda other: others[other].in_a_step, default=None)
+        return self._by(way, x, product)
 
     def _by(self, way: Way, x: mx.array, product: Product) -> mx.array:
         if way is None or not takes(x.shape[0], x.dtype, product.dense, gated=product.gated):

@@ -58,6 +58,29 @@ def test_rows_without_all_costs_stay_as_they_were() -> None:
     assert products._chosen == {}
 
 
+def test_prompts_take_no_clusters() -> None:
+    """MLX would instantiate a graph for each; in recorded steps they cost nothing more."""
+    taken: list[Way] = []
+
+    def own(x: mx.array, product: Product) -> mx.array:
+        taken.append(product.tiling)
+        return plain_product(x, product)
+
+    products, x = SmallRowsKernel(own), mx.ones((8, 64), mx.bfloat16)
+    product = Product(Dense(mx.ones((64, 64), mx.bfloat16)))
+    staged, cluster = Staged(1, 64, 2, 4, 1), Staged(1, 64, 2, 4, 2)
+    for costs, expected in (
+        ({cluster: Cost(0, 1), None: Cost(0, 3), staged: Cost(0, 2)}, [cluster, staged]),
+        ({cluster: Cost(0, 1), None: Cost(0, 2), staged: Cost(0, 3)}, [cluster]),  # the library's
+        ({cluster: Cost(0, 1)}, [cluster]),
+    ):
+        key = (8, *product.form)
+        products._costs[key], products._chosen[key] = dict[Way, Cost](costs), cluster
+        taken.clear()
+        assert mx.array_equal(products(x, product), products.in_prompts(x, product))
+        assert taken == expected
+
+
 def test_what_a_layer_takes_has_the_last_word() -> None:
     """Clusters are quickest one by one, slower in a layer; one bucket cannot do without them."""
     staged, cluster = Staged(1, 64, 2, 4, 1), Staged(1, 64, 2, 4, 2)

@@ -326,7 +326,7 @@ class Anew : public mx::Primitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
-  static constexpr int kRoom = 32;  // so that MLX does not end the graph between this and the cluster
+  static constexpr int kRoom = 8;  // so that MLX does not end the graph between this and the cluster
 };
 
 mx::array anew(const mx::array& array) {

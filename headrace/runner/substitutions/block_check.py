@@ -166,7 +166,8 @@ def _fused(module: nn.Module, tools: BlockTools) -> FusedBlock | None:
         feed_forward = experts_feed_forward(norm_of(module.post_attention_layernorm), module.mlp, tools.experts)
     if attention is None or feed_forward is None:
         return None
-    return FusedBlock(module, attention, feed_forward, tools.products, tools.rotate)
+    products = tools.products
+    return FusedBlock(module, attention, feed_forward, products, tools.rotate, products.in_prompts)
 
 
 def _alike(blocks: Sequence[FusedBlock]) -> list[list[FusedBlock]]:

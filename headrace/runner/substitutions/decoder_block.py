@@ -79,6 +79,9 @@ class DenseFeedForward:
 class FusedBlock(nn.Module):  # type: ignore[misc]
     """A decoder block over the weights of ``inner``; see the module docstring.
 
+    Args:
+        prompt_products: for forwards of several tokens per row; None: as for others.
+
     Attributes:
         prompts: whether forwards of several tokens per row are fused too.
     """
@@ -90,6 +93,7 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         feed_forward: FeedForward,
         products: Products,
         rotate: Rotate,
+        prompt_products: Products | None = None,
     ) -> None:
         super().__init__()
         show_as(self, inner)
@@ -98,6 +102,7 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         self.feed_forward = feed_forward
         self.prompts = False
         self._products = products
+        self._prompt_products = prompt_products or products
         self._rotate = rotate
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -106,7 +111,8 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         parts = self.attention
         rows, length, width = x.shape
         flat = x if length == 1 else x.reshape(rows * length, width)
-        qkv = self._products(flat, Product(parts.qkv, norm=parts.norm))
+        products = self._products if length == 1 else self._prompt_products
+        qkv = products(flat, Product(parts.qkv, norm=parts.norm))
         queries = self._rotate(qkv, cache, parts.rotary)
         handle = KVHandle(cache)
         attend = bound_attention(self.inner.self_attn)
@@ -114,8 +120,8 @@ class FusedBlock(nn.Module):  # type: ignore[misc]
         out = attend(queries, handle, handle, cache=cache, scale=parts.scale, mask=mask)
         if length > 1:
             out = _by_token(out, rows, length)
-        h = self._products(out, Product(parts.out, residual=flat))
-        return self.feed_forward(h, self._products).reshape(x.shape)
+        h = products(out, Product(parts.out, residual=flat))
+        return self.feed_forward(h, products).reshape(x.shape)
 
     def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:
         """Whether this forward is one for the fused path."""

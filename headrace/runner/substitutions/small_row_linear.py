@@ -31,7 +31,9 @@ def small_row_product(x: mx.array, weight: mx.array, kernel: SmallRowsKernel) ->
     rows = x.size // x.shape[-1]
     dense = Dense(weight)
     if kernel.chosen(rows, dense) and x.dtype == dense.dtype:
-        return kernel(x.reshape(rows, x.shape[-1]), Product(dense)).reshape(*x.shape[:-1], weight.shape[0])
+        is_prompt = x.ndim == 3 and x.shape[1] > 1
+        products = kernel.in_prompts if is_prompt else kernel
+        return products(x.reshape(rows, x.shape[-1]), Product(dense)).reshape(*x.shape[:-1], weight.shape[0])
     return x @ weight.T
 
 
