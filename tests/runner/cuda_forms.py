@@ -10,10 +10,11 @@ import mlx.core as mx
 import pytest
 from kernel_cases import Case, build
 
-from headrace.runner import kernel_language, small_rows
+from headrace.runner import kernel_language, product_choice, small_rows
 from headrace.runner.attention import paged_decode, paged_decode_source
 from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
 from headrace.runner.kernel_language import CUDA_NAMES, cuda_kernel
+from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.kernel_text import KernelForm
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
@@ -22,7 +23,7 @@ from headrace.runner.pool_store import PoolStore
 from headrace.runner.row_operations import RowKernels
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
+from headrace.runner.small_rows import Dense, Norm, Product
 from headrace.runner.small_rows_tiling import staged_tilings
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 from headrace.runner.token_feed import TokenFeed
@@ -140,7 +141,7 @@ def stores() -> None:
 def products() -> None:
     own = KernelProducts()
     for dtype in HALF:
-        for rows in small_rows.MEASURED_ROWS:
+        for rows in product_choice.MEASURED_ROWS:
             x = mx.zeros((rows, 1, 2048), dtype)
             square, wide = (Dense(mx.zeros((width, 2048), dtype)) for width in (2048, 16384))
             norm = Norm(mx.ones((2048,), dtype), 1e-5)

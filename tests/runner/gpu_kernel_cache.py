@@ -130,7 +130,8 @@ def normal(*shape: int, dtype: Any = None) -> Any:
 
 
 def products() -> list[tuple[str, Any]]:
-    from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product
+    from headrace.runner.kernel_products import KernelProducts
+    from headrace.runner.small_rows import Dense, Norm, Product
 
     own, found = KernelProducts(), []
     norm, bias = Norm(normal(1024), 1e-5), normal(1024)

@@ -33,9 +33,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from headrace.runner import small_rows
+from headrace.runner import product_choice, small_rows
 from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, plain_product
+from headrace.runner.kernel_products import KernelProducts
+from headrace.runner.small_rows import Dense, Norm, Product, plain_product
 from headrace.runner.small_rows_tiling import Staged, Tiling, staged_tilings, tilings
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.timing import best_seconds
@@ -351,7 +352,7 @@ def staged_one(
     layers = [replace(product, dense=next(weights)) for _ in range(12)]
     mx.eval([x, product.residual] if product.residual is not None else x)
     right = plain_product(x, layers[0])
-    usual = small_rows._cost(plain_product, layers, x, recorder).device * 1e6
+    usual = product_choice._cost(plain_product, layers, x, recorder).device * 1e6
     found: dict[Tiling | Staged, float] = {}
     faults = []
     for tiling in (*other_tilings(rows, product), *staged_candidates(rows, *size)):
@@ -361,10 +362,10 @@ def staged_one(
 
         try:
             wrong = small_rows.largest_difference(by(x, layers[0]), right)
-            if not wrong <= small_rows.TOLERANCE:
+            if not wrong <= product_choice.TOLERANCE:
                 faults.append(f"{tiling} differs by {wrong:.3g}")
                 continue
-            found[tiling] = small_rows._cost(by, layers, x, recorder).device * 1e6
+            found[tiling] = product_choice._cost(by, layers, x, recorder).device * 1e6
         except Exception as error:
             faults.append(f"{tiling}: {str(error).splitlines()[0][:100]}")
     tried = staged_tilings(rows, *size)
@@ -509,7 +510,7 @@ def check_blocks(name: str) -> str | None:
     from headrace.runner.attention.paged_decode import PagedDecodeKernel
     from headrace.runner.attention.rotate_store import RotateAndStore
     from headrace.runner.pool_store import PoolStore
-    from headrace.runner.small_rows import SmallRowsKernel
+    from headrace.runner.product_choice import SmallRowsKernel
     from headrace.runner.substitutions import block_check
     from headrace.runner.substitutions.decoder_block import FusedBlock
     from headrace.runner.substitutions.fused_linear import fuse_projections

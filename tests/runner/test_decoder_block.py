@@ -25,7 +25,8 @@ from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.layer_view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.small_rows import KINDS, MEASURED_ROWS, Product, Products, SmallRowsKernel, plain_product
+from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
+from headrace.runner.small_rows import KINDS, Product, Products, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections

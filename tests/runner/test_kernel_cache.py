@@ -38,7 +38,7 @@ from headrace.runner.kernel_text import KernelForm, KernelSource
 from headrace.runner.kv_pool import LayerShape
 from headrace.runner.nvrtc import Image, Nvrtc, NvrtcError, include_folders, loaded_library
 from headrace.runner.pool_store import PoolStore
-from headrace.runner.small_rows import SmallRowsKernel
+from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.moe_decode import ExpertsChoice

@@ -14,19 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import emulated
 from test_decoder_block import FunctionalRotate, model_with
 
-from headrace.runner import small_rows
+from headrace.runner import kernel_products
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.kernel_language import CUDA_NAMES
+from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.pool_store import PoolStore
-from headrace.runner.small_rows import (
-    Dense,
-    KernelProducts,
-    Norm,
-    Product,
-    largest_difference,
-    plain_product,
-)
+from headrace.runner.small_rows import Dense, Norm, Product, largest_difference, plain_product
 from headrace.runner.small_rows_tiling import tilings
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.block_check import compare
@@ -44,7 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> None:
-    for module in (small_rows, moe_decode):
+    for module in (kernel_products, moe_decode):
         monkeypatch.setattr(module, "cuda_kernel", emulated(compiled))
 
 

@@ -27,15 +27,14 @@ from headrace.runner.estimate import estimate
 from headrace.runner.loader import LoadedModel, candidate_forms, load_model, outline_model
 from headrace.runner.mlx_lm_adapter import build_model
 from headrace.runner.packed_weights import PackedWeights, wide
+from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
 from headrace.runner.small_rows import (
     LEAST_UNPACKED,
     MAX_ROWS,
-    MEASURED_ROWS,
     Dense,
     Norm,
     Product,
     Products,
-    SmallRowsKernel,
     largest_difference,
     plain_product,
     unpacking_product,

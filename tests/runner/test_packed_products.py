@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
 
-from headrace.runner import small_rows
+from headrace.runner import kernel_products
+from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.small_rows import Dense, KernelProducts, Norm, Product, plain_product
+from headrace.runner.small_rows import Dense, Norm, Product, plain_product
 from headrace.runner.small_rows_tiling import Tiling
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts, ExpertsTiling
@@ -37,7 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> None:
-    for module in (small_rows, moe_decode):
+    for module in (kernel_products, moe_decode):
         monkeypatch.setattr(module, "cuda_kernel", emulated(compiled))
 
 

@@ -7,17 +7,10 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from headrace.runner import small_rows
-from headrace.runner.small_rows import (
-    MEASURED_ROWS,
-    Dense,
-    Form,
-    KernelProducts,
-    Product,
-    SmallRowsKernel,
-    Way,
-    plain_product,
-)
+from headrace.runner import product_choice
+from headrace.runner.kernel_products import KernelProducts
+from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
+from headrace.runner.small_rows import Dense, Form, Product, Way, plain_product
 from headrace.runner.small_rows_tiling import Staged, Tiling
 from headrace.runner.timing import Cost
 
@@ -126,7 +119,7 @@ def test_the_quickest_tiling_that_is_right_is_taken(monkeypatch: pytest.MonkeyPa
     def cost(by: partial[mx.array], *_: object) -> Cost:
         return Cost(0.0, seconds.get(by.args[0], 20.0))
 
-    monkeypatch.setattr(small_rows, "_cost", cost)
+    monkeypatch.setattr(product_choice, "_cost", cost)
     products = SmallRowsKernel(own)
     form = products.measure([(dense, None)])
     assert products._chosen[(32, *form)] == other and products._chosen[(1, *form)] is None

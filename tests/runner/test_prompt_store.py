@@ -34,8 +34,9 @@ from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.row_operations import RowKernels
-from headrace.runner.small_rows import SmallRowsKernel, plain_product
+from headrace.runner.small_rows import plain_product
 from headrace.runner.substitutions import block_check
 from headrace.runner.substitutions.block_check import PROMPTS, Tokens, compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward

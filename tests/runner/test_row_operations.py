@@ -14,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import EmulatedKernel, emulated
 
-from headrace.runner import row_operations, small_rows
+from headrace.runner import product_choice, row_operations
+from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.row_operations import MLX_ROWS, RowKernels, RowOperations
-from headrace.runner.small_rows import Dense, Norm, Product, SmallRowsKernel, largest_difference, plain_product
+from headrace.runner.small_rows import Dense, Norm, Product, largest_difference, plain_product
 from headrace.runner.timing import Cost
 
 EPS = 1e-5
@@ -115,7 +116,7 @@ class Doubled(RowOperations):
 
 
 def test_kernels_beside_that_are_wrong_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_rows, "_cost", lambda by, *_: Cost(1.0, 1.0 if by.args[0] is None else 2.0))
+    monkeypatch.setattr(product_choice, "_cost", lambda by, *_: Cost(1.0, 1.0 if by.args[0] is None else 2.0))
     x, dense = normal(2, 1, 32, dtype=mx.bfloat16), Dense(normal(64, 32, dtype=mx.bfloat16))
     products = SmallRowsKernel(plain_product, beside=Doubled())
     product = Product(dense, gated=True)

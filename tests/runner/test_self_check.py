@@ -27,8 +27,9 @@ from headrace.runner.kv_pool import KVPool
 from headrace.runner.logits_head import substitute_head
 from headrace.runner.model_runner import RunnerOptions
 from headrace.runner.packed_check import packed_fault
+from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.self_check import choose_options
-from headrace.runner.small_rows import SmallRowsKernel, plain_product
+from headrace.runner.small_rows import plain_product
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock
 from headrace.runner.substitutions.fused_linear import fuse_projections

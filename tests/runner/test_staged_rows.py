@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
 
-from headrace.runner import small_rows
-from headrace.runner.small_rows import MEASURED_ROWS, Dense, KernelProducts, Norm, Product
+from headrace.runner import kernel_products
+from headrace.runner.kernel_products import KernelProducts
+from headrace.runner.product_choice import MEASURED_ROWS
+from headrace.runner.small_rows import Dense, Norm, Product
 from headrace.runner.small_rows_tiling import SHARED_BYTES, Staged, staged_tilings
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -85,7 +87,7 @@ def test_equals_the_definition(
     compiled: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(small_rows, "cuda_kernel", emulated(compiled))
+    monkeypatch.setattr(kernel_products, "cuda_kernel", emulated(compiled))
     # Rows of NaN stand behind those that are multiplied.
     x = mx.concatenate([normal(rows, 1, inner, dtype=dtype), mx.full((1, 1, inner), mx.nan, dtype)])[:rows]
     product = Product(
@@ -124,6 +126,6 @@ def test_staged_tilings_are_for_plain_weights_on_devices_that_have_the_products(
         return [isinstance(way, Staged) for way in KernelProducts.tilings(rows, mx.bfloat16, product)]
 
     assert not any(staged(32))
-    monkeypatch.setattr(small_rows, "multiplies_by_warpgroups", lambda: True)
+    monkeypatch.setattr(kernel_products, "multiplies_by_warpgroups", lambda: True)
     assert sum(staged(32)) == sum(staged(1)) == 2 and not staged(32)[0]
     assert staged(64) == [True, True]

@@ -28,7 +28,8 @@ from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.pool_store import PoolStore
-from headrace.runner.small_rows import KINDS, SmallRowsKernel
+from headrace.runner.product_choice import SmallRowsKernel
+from headrace.runner.small_rows import KINDS
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.decoder_block import (
     DenseFeedForward,

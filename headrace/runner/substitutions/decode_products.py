@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from headrace.runner.attention.rotate_store import RotateAndStore
 from headrace.runner.pool_store import PoolStore
+from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.row_operations import RowKernels
-from headrace.runner.small_rows import SmallRowsKernel
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock

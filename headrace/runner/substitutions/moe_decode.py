@@ -24,22 +24,12 @@ import numpy as np
 from headrace.errors import one_line
 from headrace.runner import small_rows_source
 from headrace.runner.kernel_language import cuda_kernel
+from headrace.runner.kernel_products import packed_constants
 from headrace.runner.mlx_lm_adapter import SwiGLU, SwitchGLU, SwitchLinear
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights, wide
-from headrace.runner.small_rows import (
-    KINDS,
-    MAX_ROWS,
-    MEASURED_ROWS,
-    TOLERANCE,
-    Dense,
-    Norm,
-    Product,
-    Products,
-    largest_difference,
-    measured_bucket,
-    packed_constants,
-)
+from headrace.runner.product_choice import MEASURED_ROWS, TOLERANCE, measured_bucket
+from headrace.runner.small_rows import KINDS, MAX_ROWS, Dense, Norm, Product, Products, largest_difference
 from headrace.runner.small_rows_tiling import bounds
 from headrace.runner.step_graphs import Recorder
 from headrace.runner.substitutions import moe_source as source

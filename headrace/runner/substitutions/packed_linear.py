@@ -19,15 +19,8 @@ import mlx.nn as nn
 from headrace.errors import one_line
 from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwitchLinear
 from headrace.runner.packed_weights import PackedWeights, wide
-from headrace.runner.small_rows import (
-    LEAST_UNPACKED,
-    TOLERANCE,
-    Dense,
-    Product,
-    SmallRowsKernel,
-    largest_difference,
-    linear,
-)
+from headrace.runner.product_choice import TOLERANCE, SmallRowsKernel
+from headrace.runner.small_rows import LEAST_UNPACKED, Dense, Product, largest_difference, linear
 
 log = logging.getLogger("headrace.runner")
 
