@@ -18,6 +18,7 @@ ARCHITECTURES: Final = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 
@@ -30,6 +31,11 @@ _FIELDS: Final = {
     "num_key_value_heads": ("attention.head_count_kv", False),
     "head_dim": ("attention.key_length", False),
     "max_position_embeddings": ("context_length", True),
+}
+_EXPERT_FIELDS: Final = {
+    "num_experts": ("expert_count", True),
+    "num_experts_per_tok": ("expert_used_count", True),
+    "moe_intermediate_size": ("expert_feed_forward_length", True),
 }
 # Gemma 3's window layout is not in its metadata: every sixth layer attends to everything.
 _GEMMA3_PATTERN: Final = 6
@@ -52,7 +58,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     _refuse_unknown(file, architecture)
     model_type, class_name = ARCHITECTURES[architecture]
     config: dict[str, Any] = {"model_type": model_type, "architectures": [class_name]}
-    for field, (key, needed) in _FIELDS.items():
+    fields = {**_FIELDS, **_EXPERT_FIELDS} if architecture == "qwen3moe" else _FIELDS
+    for field, (key, needed) in fields.items():
         value = _count(file, f"{architecture}.{key}", needed)
         if value is not None:
             config[field] = value
@@ -67,6 +74,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config.update(_gemma3(file, config))
     if architecture == "qwen2":
         config["attention_bias"] = True
+    if architecture == "qwen3moe":  # every layer has experts, and shares of the chosen ones add up to one
+        config.update({"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True})
     for field, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
         token = metadata.get(f"tokenizer.ggml.{key}")
         if isinstance(token, int):
@@ -75,9 +84,11 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _refuse_unknown(file: GGUFFile, architecture: str) -> None:
-    """What the llama architecture also covers and mlx-lm's plain llama does not compute."""
-    if file.metadata.get(f"{architecture}.expert_count"):
-        raise ModelFileError(f"{file.path.name}: {architecture}.expert_count: experts in GGUF are not supported")
+    """What an architecture also covers and mlx-lm's model of it does not compute."""
+    if architecture != "qwen3moe" and file.metadata.get(f"{architecture}.expert_count"):
+        raise ModelFileError(
+            f"{file.path.name}: {architecture}.expert_count: experts in GGUF are supported in qwen3moe only"
+        )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if file.metadata.get(f"{architecture}.{key}"):
             raise ModelFileError(f"{file.path.name}: {architecture}.{key} is not supported in GGUF")

@@ -7,10 +7,13 @@ Two things are stored differently from the checkpoints that mlx-lm expects, and 
 - ``llama``: rows of the q and k projections are interleaved for ggml's rotary layout, [heads, dim/2, 2] per head,
   and go back to [heads, 2, dim/2] (whole rows move, so packed rows move the same way);
 - ``gemma3``: norm weights are stored with the 1 already added.
+
+Matrices of experts are one tensor [experts, outputs, inputs], as in mlx-lm: its rows lie one after the other.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -55,6 +58,10 @@ _LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
 _GEMMA3_LAYER: Final = {
     **_LAYER,
@@ -102,6 +109,13 @@ def _packed_bits(tensor: GGUFTensor) -> int:
 def exact(files: ModelFiles) -> set[str]:
     """Paths of modules whose packed form has all the bits of the file."""
     return {name.removesuffix(".weight") for name, tensor in _tensors(files).items() if tensor.type in EXACT}
+
+
+def sixteen_bits(files: ModelFiles) -> set[str]:
+    """Paths of modules whose weights have 16 bits in the file."""
+    return {
+        name.removesuffix(".weight") for name, tensor in _tensors(files).items() if tensor.type in _NARROW_TYPES
+    }
 
 
 def pieces(
@@ -162,11 +176,12 @@ def _plain_piece(files: ModelFiles, name: str, tensor: GGUFTensor, dtype: mx.Dty
 
 def _packed_piece(files: ModelFiles, name: str, tensor: GGUFTensor, packing: Packing, dtype: mx.Dtype) -> Piece:
     module = name.removesuffix(".weight")
-    rows, width = tensor.shape
+    *outer, width = tensor.shape
+    rows = math.prod(outer)
     shapes: dict[str, tuple[int, ...]] = {
-        name: (rows, width * packing.bits // 32),
-        f"{module}.scales": (rows, width // GROUP),
-        f"{module}.biases": (rows, width // GROUP),
+        name: (*outer, width * packing.bits // 32),
+        f"{module}.scales": (*outer, width // GROUP),
+        f"{module}.biases": (*outer, width // GROUP),
     }
 
     def make() -> dict[str, mx.array]:
@@ -174,7 +189,10 @@ def _packed_piece(files: ModelFiles, name: str, tensor: GGUFTensor, packing: Pac
         step = max(1, TILE_VALUES // width)
         tiles = [_packed_tile(tensor, raw[start : start + step], packing, dtype) for start in range(0, rows, step)]
         parts = [mx.concatenate(list(column)) for column in zip(*tiles, strict=True)]
-        return {path: _reordered(files, name, part) for path, part in zip(shapes, parts, strict=True)}
+        return {
+            path: _reordered(files, name, part.reshape(shape))
+            for (path, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     nbytes = rows * (width * packing.bits // 8 + 2 * (width // GROUP) * dtype.size)
     return Piece(shapes, nbytes, make)
