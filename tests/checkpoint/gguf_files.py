@@ -53,9 +53,11 @@ def write_gguf(
         writer.add_key_length(config["head_dim"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is not None:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
