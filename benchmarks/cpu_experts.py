@@ -2,10 +2,12 @@
 
     python benchmarks/random_checkpoint.py small-moe /tmp/small-moe-4bit 4
     python benchmarks/cpu_experts.py --model /tmp/small-moe-4bit --rows 1 8 32 --prompts 256
+    python benchmarks/cpu_experts.py --model /tmp/small-moe-4bit --loads 5
 
 One process, the real runner, the weights once for each way; decode steps of rows with random tokens behind random
 contexts, and prompts of random tokens, so that rows choose experts of their own. Both ways take turns; medians and
 best. "widened" is what experts were before they could stay narrow: float32 and MLX's own operations over them.
+With ``--loads`` the model is loaded so often instead, its experts narrow: how fast they are read and laid out.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--prompts", type=int, nargs="+", default=(256,))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--loads", type=int, help="times to load the model; nothing else is timed")
     parser.add_argument("--only", choices=WAYS, help="one way alone")
     arguments = parser.parse_args()
     blas.prepare()  # before MLX is imported
+    if arguments.loads:
+        return time_loads(arguments.model, arguments.loads)
     ways = [arguments.only] if arguments.only else WAYS
     runners = {way: Runner(arguments, experts=way == "narrow") for way in ways}
     cells = [("rows", rows) for rows in arguments.rows] + [("prompt", length) for length in arguments.prompts]
@@ -52,6 +57,40 @@ def main() -> int:
                     times[way].append(taken)
         shown = [f"{statistics.median(times[way]) * 1e3:.1f}, {min(times[way]) * 1e3:.1f}" for way in ways]
         print(f"| {size} {'rows' if kind == 'rows' else 'tokens of a prompt'} | " + " | ".join(shown) + " |")
+    return 0
+
+
+def time_loads(model: str, loads: int) -> int:
+    """Seconds of each load, and of its part that lays out experts; bytes are those that are held."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from headrace.checkpoint.model_folder import describe
+    from headrace.runner import cpu_products, loader
+
+    choice, substitute, parts = cpu_products.choose(), loader.substitute_narrow_experts, []
+
+    def timed(*given: object) -> int:
+        began = time.perf_counter()
+        count = substitute(*given)  # type: ignore[arg-type]
+        parts.append(time.perf_counter() - began)
+        return count
+
+    loader.substitute_narrow_experts = timed
+    mx.set_cache_limit(256 << 20)  # as the server
+    for _ in range(loads):
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        loaded = loader.load_model(describe(model), device="cpu", narrow=choice.kinds, products=choice.products)
+        taken = time.perf_counter() - began
+        held = [(path, array.nbytes) for path, array in tree_flatten(loaded.model.parameters())]
+        experts, whole = sum(size for path, size in held if ".switch_mlp." in path), loaded.weights_bytes
+        print(
+            f"{whole / 2**30:.2f} GiB in {taken:.2f} s, {whole / 2**30 / taken:.2f} GiB/s, "
+            f"peak {mx.get_peak_memory() / 2**30:.2f} GiB; "
+            f"experts laid out in {parts.pop():.2f} s, {experts / 2**30:.2f} GiB"
+        )
+        del loaded
     return 0
 
 

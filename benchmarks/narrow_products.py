@@ -86,8 +86,6 @@ Form = tuple[list[Callable], int]  # products over different weights of the same
 def forms_of(outputs: int, inputs: int, products: object) -> dict[str, Form]:
     import mlx.core as mx
 
-    from headrace.runner.narrow_weights import narrow_packed, narrow_plain
-
     forms: dict[str, Form] = {}
 
     def add(name: str, make: Callable, run: Callable) -> None:
@@ -99,11 +97,11 @@ def forms_of(outputs: int, inputs: int, products: object) -> dict[str, Form]:
 
     values = 0.1 * mx.random.normal((outputs, inputs))
     add("float32", lambda: values, lambda x, w: x @ w.T)
-    plain = narrow_plain(values.astype(mx.bfloat16))
+    plain = products.plain(values.astype(mx.bfloat16))
     add("bfloat16", lambda: plain.strips, lambda x, w: products.product(x, type(plain)(plain.form, w)))
     for bits in (8, 4):
         words, scales, biases = mx.quantize(values, group_size=32, bits=bits)
-        packed = narrow_packed(words, scales.astype(mx.float16), biases.astype(mx.float16), bits)
+        packed = products.packed(words, scales.astype(mx.float16), biases.astype(mx.float16), bits)
 
         def run(x: mx.array, w: mx.array, packed: object = packed) -> mx.array:
             return products.product(x, type(packed)(packed.form, w))

@@ -18,6 +18,7 @@ ARCHITECTURES: Final = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 
@@ -31,6 +32,19 @@ _FIELDS: Final = {
     "head_dim": ("attention.key_length", False),
     "max_position_embeddings": ("context_length", True),
 }
+# The same for architectures with experts; that of Mixtral is llama's.
+_EXPERT_FIELDS: Final = {
+    "llama": {
+        "num_local_experts": ("expert_count", True),
+        "num_experts_per_tok": ("expert_used_count", True),
+    },
+    "qwen3moe": {
+        "num_experts": ("expert_count", True),
+        "num_experts_per_tok": ("expert_used_count", True),
+        "moe_intermediate_size": ("expert_feed_forward_length", True),
+    },
+}
+_MIXTRAL: Final = ("mixtral", "MixtralForCausalLM")
 # Gemma 3's window layout is not in its metadata: every sixth layer attends to everything.
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
@@ -50,9 +64,11 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             f"{name}: general.architecture {architecture!r} is not supported in GGUF, only {known}"
         )
     _refuse_unknown(file, architecture)
-    model_type, class_name = ARCHITECTURES[architecture]
+    experts = architecture == "qwen3moe" or bool(metadata.get(f"{architecture}.expert_count"))
+    model_type, class_name = _MIXTRAL if architecture == "llama" and experts else ARCHITECTURES[architecture]
     config: dict[str, Any] = {"model_type": model_type, "architectures": [class_name]}
-    for field, (key, needed) in _FIELDS.items():
+    fields = {**_FIELDS, **_EXPERT_FIELDS[architecture]} if experts else _FIELDS
+    for field, (key, needed) in fields.items():
         value = _count(file, f"{architecture}.{key}", needed)
         if value is not None:
             config[field] = value
@@ -67,6 +83,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config.update(_gemma3(file, config))
     if architecture == "qwen2":
         config["attention_bias"] = True
+    if architecture == "qwen3moe":  # every layer has experts, and shares of the chosen ones add up to one
+        config.update({"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True})
     for field, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
         token = metadata.get(f"tokenizer.ggml.{key}")
         if isinstance(token, int):
@@ -75,9 +93,18 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _refuse_unknown(file: GGUFFile, architecture: str) -> None:
-    """What the llama architecture also covers and mlx-lm's plain llama does not compute."""
+    """What an architecture also covers and mlx-lm's model of it does not compute."""
     if file.metadata.get(f"{architecture}.expert_count"):
-        raise ModelFileError(f"{file.path.name}: {architecture}.expert_count: experts in GGUF are not supported")
+        if architecture not in _EXPERT_FIELDS:
+            known = " and ".join(_EXPERT_FIELDS)
+            raise ModelFileError(
+                f"{file.path.name}: {architecture}.expert_count: experts in GGUF are supported in {known} only"
+            )
+        scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+        if architecture == "llama" and scaling != "none":
+            raise ModelFileError(
+                f"{file.path.name}: llama.rope.scaling.type {scaling!r} is not supported with experts"
+            )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if file.metadata.get(f"{architecture}.{key}"):
             raise ModelFileError(f"{file.path.name}: {architecture}.{key} is not supported in GGUF")

@@ -22,9 +22,6 @@ from headrace.runner.narrow_weights import (
     NarrowProducts,
     NarrowStack,
     interleaved_biases,
-    interleaved_stacks,
-    stack_packed,
-    stack_plain,
 )
 from headrace.runner.timing import best_of_each
 
@@ -47,7 +44,7 @@ def check(products: NarrowProducts) -> str:
         inner = 64 if bits == 4 else hidden
         stacks, weights = zip(
             *(
-                _sample(source, experts, *shape, bits)
+                _sample(products, source, experts, *shape, bits)
                 for shape in ((inner, width), (inner, width), (width, inner))
             ),
             strict=True,
@@ -58,7 +55,7 @@ def check(products: NarrowProducts) -> str:
         for activation in ACTIVATIONS:
             for biased in (None, biases):
                 expected = reference(x, chosen, weights, activation, biased)
-                given = _given(stacks, biased)
+                given = _given(products, stacks, biased)
                 fault = _fault(products, (x, chosen, shares), given, activation, expected)
                 if fault:
                     return (
@@ -87,12 +84,14 @@ def reference(
     return result
 
 
-def _given(stacks: Any, biases: Any | None) -> tuple[NarrowStack, NarrowStack, tuple[mx.array, mx.array] | None]:
+def _given(
+    products: NarrowProducts, stacks: Any, biases: Any | None
+) -> tuple[NarrowStack, NarrowStack, tuple[mx.array, mx.array] | None]:
     gate, up, down = stacks
     both = None
     if biases is not None:
         both = interleaved_biases(*map(mx.array, biases[:2])), mx.array(biases[2])
-    return interleaved_stacks(gate, up), down, both
+    return products.interleaved_stacks(gate, up), down, both
 
 
 def _fault(
@@ -121,16 +120,16 @@ def _fault(
 
 
 def _sample(
-    source: np.random.Generator, experts: int, outputs: int, inputs: int, bits: int
+    products: NarrowProducts, source: np.random.Generator, experts: int, outputs: int, inputs: int, bits: int
 ) -> tuple[NarrowStack, Doubles]:
     """Random matrices, and their values in float64."""
     values = mx.array((0.3 * source.standard_normal((experts, outputs, inputs))).astype(np.float32))
     if bits == 16:
         plain = values.astype(mx.bfloat16)
-        return stack_plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
+        return products.plain_stack(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
     words, scales, biases = mx.quantize(values, group_size=32, bits=bits)
     weights = mx.dequantize(words, scales, biases, group_size=32, bits=bits)
-    return stack_packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)
+    return products.packed_stack(words, scales, biases, bits), np.array(weights, dtype=np.float64)
 
 
 # -- faster? -------------------------------------------------------------------------------------------
@@ -141,9 +140,9 @@ def rates(products: NarrowProducts, numbers: tuple[int, ...]) -> tuple[float, ..
     experts, choices, width, hidden = 16, 4, 512, 256
     module = SwitchGLU(width, hidden, experts)
     layers = (module.gate_proj, module.up_proj, module.down_proj)
-    packed = [stack_packed(*mx.quantize(layer.weight, group_size=32, bits=4), 4) for layer in layers]
-    plain = [stack_plain(layer.weight.astype(mx.bfloat16)) for layer in layers]
-    forms = [(interleaved_stacks(gate, up), down) for gate, up, down in (packed, plain)]
+    packed = [products.packed_stack(*mx.quantize(layer.weight, group_size=32, bits=4), 4) for layer in layers]
+    plain = [products.plain_stack(layer.weight.astype(mx.bfloat16)) for layer in layers]
+    forms = [(products.interleaved_stacks(gate, up), down) for gate, up, down in (packed, plain)]
     mx.eval(module.parameters(), *(stack.strips for form in forms for stack in form))
     found = []
     for rows in numbers:

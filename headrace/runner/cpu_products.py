@@ -28,7 +28,7 @@ from headrace.core.machine import cpu_features, cpu_model
 from headrace.errors import StartupError
 from headrace.files import appearing, cache_folder
 from headrace.runner import cpu_experts, native_extension
-from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts, narrow_packed, narrow_plain
+from headrace.runner.narrow_weights import NarrowMatrix, NarrowProducts
 from headrace.runner.native_extension import Extension
 from headrace.runner.timing import best_of_each
 
@@ -39,6 +39,7 @@ SOURCES = (
     "cpu_block.cpp",
     "cpu_products.h",
     "cpu_experts.h",
+    "cpu_layout.h",
     "cpu_lanes.h",
     "cpu_narrow.h",
     "cpu_product.h",
@@ -146,7 +147,7 @@ def _load() -> ModuleType:
 def check(products: NarrowProducts) -> str:
     """What is wrong, or nothing."""
     source = np.random.default_rng(5)
-    for matrix, weights in _samples(source):
+    for matrix, weights in _samples(products, source):
         inputs = weights.shape[1]
         x = source.standard_normal((29, inputs)).astype(np.float32)
         expected = x.astype(np.float64) @ weights.T
@@ -167,12 +168,12 @@ def _far(got: Doubles, expected: Doubles) -> bool:
     return not bool(worst < _TOLERANCE)
 
 
-def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
+def _samples(products: NarrowProducts, source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
     """Matrices of every form, with their weights in float64."""
     made = []
     for dtype in (mx.float16, mx.bfloat16):
         plain = mx.array(source.standard_normal((53, 77)).astype(np.float32)).astype(dtype)
-        made.append((narrow_plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)))
+        made.append((products.plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)))
     for bits, group, scale in (
         (4, 32, mx.float16),
         (4, 64, mx.bfloat16),
@@ -184,7 +185,7 @@ def _samples(source: np.random.Generator) -> list[tuple[NarrowMatrix, Doubles]]:
         scales, biases = scales.astype(scale), biases.astype(scale)
         wide = scales.astype(mx.float32), biases.astype(mx.float32)
         weights = mx.dequantize(words, wide[0], wide[1], group_size=group, bits=bits)
-        made.append((narrow_packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)))
+        made.append((products.packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)))
     return made
 
 
@@ -210,8 +211,8 @@ def measure(products: NarrowProducts, key: str = "") -> Measured:
     """Rates of these products beside MLX's float32 ones."""
     values = 0.1 * mx.random.normal((_OUTPUTS, _INPUTS), key=mx.random.key(1))
     words, scales, biases = mx.quantize(values, group_size=32, bits=4)
-    packed = narrow_packed(words, scales.astype(mx.float16), biases.astype(mx.float16), 4)
-    plain = narrow_plain(values.astype(mx.bfloat16))
+    packed = products.packed(words, scales.astype(mx.float16), biases.astype(mx.float16), 4)
+    plain = products.plain(values.astype(mx.bfloat16))
     mx.eval(values, packed.strips, plain.strips)
     rates: list[tuple[float, float]] = []
     for rows in _ROWS:

@@ -1,9 +1,17 @@
 """A model's memory without its weights: exact weights and KV shapes, estimated activations.
 
 The module is built with lazy parameters and probed with one lazy token, as at start; nothing is evaluated. Only
-the activation peak, which a start measures, is a formula here: for each token of the largest prefill chunk about
-eight rows of the hidden size, five of the intermediate size and two of the attention's width, in the dtype that
-the model computes in. It was fitted to peaks measured on the CPU.
+the activation peak, which a start measures, is a formula here, in values of the dtype that the model computes in
+for each token of the largest prefill chunk. It was fitted to peaks measured on the CPU:
+
+- Dense layers: eight rows of the hidden size, five of the intermediate size and two of the attention's width.
+- Experts over narrow weights (CPU): MLX makes arrays of about four layers before the first of them is computed.
+  Each has four rows of the hidden size (attention's sum, its norm, the mixture, its sum), three of a value for
+  each expert (logits, shares, their order) and six of one for each choice; shared experts add three rows of their
+  width in all. Beside these are two rows of the hidden size, and attention's queries, result, keys and values.
+  What the mixture keeps between its products is a line of its own.
+- Experts of MLX's own operations: for each choice five rows of the hidden size and six of the experts' width, with
+  nine of the hidden size and of a value for each expert beside the same as above. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from headrace.checkpoint.config import text_fields
 from headrace.checkpoint.model_folder import ModelFiles
@@ -27,10 +36,14 @@ from headrace.runner.context_cost import computes_own_attention, estimate_contex
 from headrace.runner.device import DeviceKind
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.loader import DTYPES, Plan, narrow_text, outline_model
+from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwitchLinear
 from headrace.runner.substitutions import narrow_experts
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 
 _FILE_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+# Experts that a token chooses, as configurations call it, and where they do not say.
+_CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_USUAL_CHOICES = 8
 BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 16, "metal": 32, "cuda": 32}
 
 
@@ -70,9 +83,9 @@ def estimate(files: ModelFiles, config: EngineConfig, device: DeviceMemory) -> E
     longest = trained_len(files)
     wished = config.max_model_len or longest
     fields = text_fields(files.config)
-    activations = _chunk_bytes(fields, min(config.prefill_step_size, wished), dtype) + sampler_bytes(
-        int(fields["vocab_size"]), config.max_num_seqs
-    )
+    chunk = min(config.prefill_step_size, wished)
+    activations = chunk * _token_values(fields, model, plan) * dtype.size
+    activations += sampler_bytes(int(fields["vocab_size"]), config.max_num_seqs)
     experts = narrow_experts.SCRATCH_BYTES if plan.experts == "narrow" else 0
     fixed = FixedMemory(
         weights=plan.nbytes,
@@ -100,11 +113,58 @@ def _compute_dtype(files: ModelFiles, plan: Plan) -> mx.Dtype:
     return plain[0] if plain else mx.bfloat16
 
 
-def _chunk_bytes(fields: dict[str, Any], chunk: int, dtype: mx.Dtype) -> int:
+def _token_values(fields: dict[str, Any], model: nn.Module, plan: Plan) -> int:
+    """Values alive for each token of a prefill chunk."""
     hidden = _most(fields.get("hidden_size"))
     inner = _most(fields.get("intermediate_size")) or 4 * hidden
-    attention = _most(fields.get("num_attention_heads")) * (_most(fields.get("head_dim")) or 0) or hidden
-    return chunk * (8 * hidden + 5 * inner + 2 * attention) * dtype.size
+    heads, dim = _most(fields.get("num_attention_heads")), _most(fields.get("head_dim"))
+    attention = heads * dim or hidden
+    dense = 8 * hidden + 5 * inner + 2 * attention
+    experts = _experts(fields, model)
+    if experts is None:
+        return dense
+    pairs = (_most(fields.get("num_key_value_heads")) or heads) * attention // max(heads, 1)
+    beside = 2 * hidden + 2 * attention + 2 * pairs + 3 * experts.shared
+    if plan.experts == "narrow":
+        values = 4 * (4 * hidden + 3 * experts.count + 6 * experts.choices) + beside
+    else:
+        values = experts.choices * (5 * hidden + 6 * experts.inner) + 9 * (hidden + experts.count) + beside
+    return max(values, dense) if experts.beside_dense else values
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """How many, how many a token chooses, their width, that of shared ones, and whether some layers have none."""
+
+    count: int
+    choices: int
+    inner: int
+    shared: int
+    beside_dense: bool
+
+
+def _experts(fields: dict[str, Any], model: nn.Module) -> _Experts | None:
+    """None: there are none."""
+    layers = [
+        module for _, module in model.named_modules() if type(module) in (SwitchLinear, QuantizedSwitchLinear)
+    ]
+    if not layers:
+        return None
+    gates = {
+        path: int(module.weight.shape[0])
+        for path, module in model.named_modules()
+        if path.endswith(".gate_proj") and type(module) in (nn.Linear, nn.QuantizedLinear)
+    }
+    shared = [size for path, size in gates.items() if "shared" in path]
+    count, inputs = layers[0].num_experts, max(_most(fields.get("hidden_size")), 1)
+    chosen = max(_most(fields.get(name)) for name in _CHOICES)
+    return _Experts(
+        count,
+        min(chosen or _USUAL_CHOICES, count),
+        max((layer.output_dims for layer in layers if layer.input_dims == inputs), default=inputs),
+        max(shared, default=0),
+        len(gates) > len(shared),
+    )
 
 
 def _most(value: object) -> int:

@@ -4,13 +4,17 @@ Plain form: ggml's blocks are dequantized (by the ``gguf`` package, which knows 
 types whose integers MLX can hold are copied (``gguf_blocks``); the others are dequantized and packed with 8 bits.
 
 Two things are stored differently from the checkpoints that mlx-lm expects, and are undone here:
-- ``llama``: rows of the q and k projections are interleaved for ggml's rotary layout, [heads, dim/2, 2] per head,
-  and go back to [heads, 2, dim/2] (whole rows move, so packed rows move the same way);
+- ``llama``, with experts (Mixtral) or without: rows of the q and k projections are interleaved for ggml's rotary
+  layout, [heads, dim/2, 2] per head, and go back to [heads, 2, dim/2] (whole rows move, so packed rows move the
+  same way);
 - ``gemma3``: norm weights are stored with the 1 already added.
+
+Matrices of experts are one tensor [experts, outputs, inputs], as in mlx-lm: its rows lie one after the other.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -55,13 +59,19 @@ _LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
+_MIXTRAL_LAYER: Final = {role: re.sub(r"^mlp\.", "block_sparse_moe.", path) for role, path in _LAYER.items()}
 _GEMMA3_LAYER: Final = {
     **_LAYER,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LAYERS: Final = {"gemma3_text": _GEMMA3_LAYER, "mixtral": _MIXTRAL_LAYER}
 _IGNORED: Final = ("rope_freqs.weight",)  # read into the configuration
 _NAME: Final = re.compile(r"^(?:blk\.(?P<layer>\d+)\.)?(?P<role>[a-z0-9_]+)\.(?P<part>weight|bias)$")
 
@@ -71,7 +81,7 @@ def parameter_name(name: str, model_file: str) -> str:
     match = _NAME.match(name)
     if match is None:
         return name
-    roles = (_GEMMA3_LAYER if model_file == "gemma3_text" else _LAYER) if match["layer"] else _OUTER
+    roles = _LAYERS.get(model_file, _LAYER) if match["layer"] else _OUTER
     module = roles.get(match["role"])
     if module is None:
         return name
@@ -102,6 +112,13 @@ def _packed_bits(tensor: GGUFTensor) -> int:
 def exact(files: ModelFiles) -> set[str]:
     """Paths of modules whose packed form has all the bits of the file."""
     return {name.removesuffix(".weight") for name, tensor in _tensors(files).items() if tensor.type in EXACT}
+
+
+def sixteen_bits(files: ModelFiles) -> set[str]:
+    """Paths of modules whose weights have 16 bits in the file."""
+    return {
+        name.removesuffix(".weight") for name, tensor in _tensors(files).items() if tensor.type in _NARROW_TYPES
+    }
 
 
 def pieces(
@@ -162,11 +179,12 @@ def _plain_piece(files: ModelFiles, name: str, tensor: GGUFTensor, dtype: mx.Dty
 
 def _packed_piece(files: ModelFiles, name: str, tensor: GGUFTensor, packing: Packing, dtype: mx.Dtype) -> Piece:
     module = name.removesuffix(".weight")
-    rows, width = tensor.shape
+    *outer, width = tensor.shape
+    rows = math.prod(outer)
     shapes: dict[str, tuple[int, ...]] = {
-        name: (rows, width * packing.bits // 32),
-        f"{module}.scales": (rows, width // GROUP),
-        f"{module}.biases": (rows, width // GROUP),
+        name: (*outer, width * packing.bits // 32),
+        f"{module}.scales": (*outer, width // GROUP),
+        f"{module}.biases": (*outer, width // GROUP),
     }
 
     def make() -> dict[str, mx.array]:
@@ -174,7 +192,10 @@ def _packed_piece(files: ModelFiles, name: str, tensor: GGUFTensor, packing: Pac
         step = max(1, TILE_VALUES // width)
         tiles = [_packed_tile(tensor, raw[start : start + step], packing, dtype) for start in range(0, rows, step)]
         parts = [mx.concatenate(list(column)) for column in zip(*tiles, strict=True)]
-        return {path: _reordered(files, name, part) for path, part in zip(shapes, parts, strict=True)}
+        return {
+            path: _reordered(files, name, part.reshape(shape))
+            for (path, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     nbytes = rows * (width * packing.bits // 8 + 2 * (width // GROUP) * dtype.size)
     return Piece(shapes, nbytes, make)
@@ -214,7 +235,7 @@ def _dequantized(tensor: GGUFTensor, raw: npt.NDArray[np.uint8]) -> npt.NDArray[
 
 def _reordered(files: ModelFiles, name: str, array: mx.array) -> mx.array:
     """Rows (the first axis) in the order that mlx-lm's rotary layout wants."""
-    if files.model_file == "llama" and ".self_attn." in name:
+    if files.model_file in ("llama", "mixtral") and ".self_attn." in name:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is not None:
             return _uninterleaved(array, int(files.config[heads]))

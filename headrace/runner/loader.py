@@ -271,11 +271,8 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
     kernels = packed_linear.kinds_of(model)
     experts, linear = experts_of(model), matrices_of(model)
 
-    def staying(kind: Literal["packed", "plain"], narrow: Narrow) -> set[str]:
-        return (linear if kind in narrow else set()) | (experts if "experts" in narrow else set())
-
     def plan(form: Form) -> Plan:
-        matrices = staying("packed", form.narrow)
+        matrices = _staying("packed", form.narrow, linear, experts)
         given, packed = with_eight_bits(renamed, packings, matrices)
         kept = packed if form.packed else {}
         taken = {}
@@ -288,7 +285,7 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
             kept = {path: packing for path, packing in kept.items() if path in matrices and _stays(packing)}
         held = dequantized(given, {path: packed[path] for path in packed.keys() - kept.keys()}, form.dtype)
         stay = {f"{path}.{part}" for path in kept for part in parts_of(held, path)} if form.narrow else set()
-        names = (f"{path}.weight" for path in staying("plain", form.narrow))
+        names = (f"{path}.weight" for path in _staying("plain", form.narrow, linear, experts))
         stay |= {name for name in names if name in held and takes_dtype(held[name].dtype)}
         if form.dtype is not None:
             held = {
@@ -303,6 +300,11 @@ def _folder_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Pla
         return Plan(form, kept, pieces, frozenset(taken), _beside(form, model, taken), found)
 
     return plan
+
+
+def _staying(kind: Literal["packed", "plain"], narrow: Narrow, linear: set[str], experts: set[str]) -> set[str]:
+    """Paths of the modules whose weights of this kind stay narrow."""
+    return (linear if kind in narrow else set()) | (experts if "experts" in narrow else set())
 
 
 def _taken(packing: Packing, scales: mx.Dtype) -> bool:
@@ -365,7 +367,7 @@ def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]:
     gguf_loader.settle(files, model)
-    matrices = matrices_of(model)
+    linear, experts = matrices_of(model), experts_of(model)
     kernels = packed_linear.kinds_of(model)
 
     def plan(form: Form) -> Plan:
@@ -381,10 +383,14 @@ def _gguf_planner(files: ModelFiles, model: nn.Module) -> Callable[[Form], Plan]
         if not form.narrow:
             return Plan(form, packings, gguf_loader.pieces(files, packings, dtype))
         exact = gguf_loader.exact(files)
+        matrices = _staying("packed", form.narrow, linear, experts)
         packings = {path: narrowable(packings[path]) for path in packings.keys() & exact & matrices}
         packings = {path: packing for path, packing in packings.items() if _stays(packing)}
-        narrow = matrices if "plain" in form.narrow else set()
-        return Plan(form, packings, gguf_loader.pieces(files, packings, dtype, exact_scales=True, narrow=narrow))
+        narrow = _staying("plain", form.narrow, linear, experts)
+        pieces = gguf_loader.pieces(files, packings, dtype, exact_scales=True, narrow=narrow)
+        held = packings.keys() | narrow & gguf_loader.sixteen_bits(files)
+        found: Literal["narrow", "wide"] = "narrow" if experts <= held else "wide"
+        return Plan(form, packings, pieces, experts=found if experts else None)
 
     return plan
 

@@ -82,28 +82,6 @@ def takes_dtype(dtype: mx.Dtype) -> bool:
     return dtype in (mx.float16, mx.bfloat16)
 
 
-def narrow_plain(weight: mx.array) -> NarrowMatrix:
-    """From ``[outputs, inputs]`` with 16 bits; lazy."""
-    outputs, inputs = weight.shape
-    strips = _in_strips(weight).transpose(0, 2, 1)
-    form = NarrowForm(16, 1, _NAMES[weight.dtype], inputs, outputs)
-    return NarrowMatrix(form, _bytes(strips).reshape(len(strips), -1))
-
-
-def narrow_packed(words: mx.array, scales: mx.array, biases: mx.array, bits: int) -> NarrowMatrix:
-    """From MLX's affine packing, lazy.
-
-    ``words [outputs, inputs * bits / 32]``, ``scales`` and ``biases`` ``[outputs, groups]``.
-    """
-    outputs, groups = scales.shape
-    inputs = words.shape[1] * 32 // bits
-    parts = [_in_strips(words).reshape(-1, STRIP, groups, words.shape[1] // groups).transpose(0, 2, 3, 1)]
-    parts += [_in_strips(part).transpose(0, 2, 1) for part in (scales, biases.astype(scales.dtype))]
-    strips = mx.concatenate([_bytes(part).reshape(len(part), groups, -1) for part in parts], axis=-1)
-    form = NarrowForm(bits, inputs // groups, _NAMES[scales.dtype], inputs, outputs)
-    return NarrowMatrix(form, strips.reshape(len(strips), -1))
-
-
 def stacked(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     """The matrices' outputs one after the other; None where they do not fit together."""
     first = matrices[0].form
@@ -114,34 +92,6 @@ def stacked(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     outputs = sum(one.form.outputs for one in matrices)
     form = NarrowForm(first.bits, first.group, first.scale, first.inputs, outputs)
     return NarrowMatrix(form, mx.concatenate([one.strips for one in matrices]))
-
-
-def interleaved(gate: NarrowMatrix, other: NarrowMatrix) -> NarrowMatrix | None:
-    """For a gated product: strips of both in turns; None where they do not fit together."""
-    if gate.form != other.form:
-        return None
-    form = NarrowForm(gate.form.bits, gate.form.group, gate.form.scale, gate.form.inputs, 2 * gate.form.outputs)
-    pairs = mx.stack([gate.strips, other.strips], axis=1)
-    return NarrowMatrix(form, pairs.reshape(-1, pairs.shape[-1]))
-
-
-def stack_plain(weight: mx.array) -> NarrowStack:
-    """From ``[experts, outputs, inputs]`` with 16 bits; lazy."""
-    return _as_stack(narrow_plain(_end_to_end(weight)), *weight.shape[:2])
-
-
-def stack_packed(words: mx.array, scales: mx.array, biases: mx.array, bits: int) -> NarrowStack:
-    """From MLX's affine packing, each array with a first axis of experts; lazy."""
-    whole = narrow_packed(_end_to_end(words), _end_to_end(scales), _end_to_end(biases), bits)
-    return _as_stack(whole, *words.shape[:2])
-
-
-def interleaved_stacks(gate: NarrowStack, other: NarrowStack) -> NarrowStack:
-    """For a mixture: strips of both, which have the same form, in turns."""
-    form = replace(gate.form, outputs=2 * gate.form.outputs)
-    experts, _, nbytes = gate.strips.shape
-    pairs = mx.stack([gate.strips, other.strips], axis=2)
-    return NarrowStack(form, pairs.reshape(experts, -1, nbytes))
 
 
 def interleaved_biases(gate: mx.array, other: mx.array) -> mx.array:
@@ -158,25 +108,13 @@ def _end_to_end(array: mx.array) -> mx.array:
     return array.reshape(-1, array.shape[2])
 
 
-def _as_stack(whole: NarrowMatrix, experts: int, outputs: int) -> NarrowStack:
-    strips = whole.strips.reshape(experts, -1, whole.strips.shape[1])
-    return NarrowStack(replace(whole.form, outputs=outputs), strips)
+def _packed_form(words: mx.array, scales: mx.array, bits: int) -> NarrowForm:
+    inputs = words.shape[-1] * 32 // bits
+    return NarrowForm(bits, inputs // scales.shape[-1], _NAMES[scales.dtype], inputs, scales.shape[-2])
 
 
 def _but_outputs(form: NarrowForm) -> tuple[int, int, str, int]:
     return form.bits, form.group, form.scale, form.inputs
-
-
-def _in_strips(matrix: mx.array) -> mx.array:
-    """``[outputs, n]`` -> ``[strips, 16, n]``, filled up with zeros."""
-    missing = -matrix.shape[0] % STRIP
-    if missing:
-        matrix = mx.pad(matrix, [(0, missing), (0, 0)])
-    return matrix.reshape(-1, STRIP, matrix.shape[1])
-
-
-def _bytes(array: mx.array) -> mx.array:
-    return mx.contiguous(array).view(mx.uint8)
 
 
 class NarrowProducts:
@@ -194,6 +132,51 @@ class NarrowProducts:
     def threads(self) -> int:
         """Threads that share a product."""
         return int(self._module.threads())
+
+    def plain(self, weight: mx.array) -> NarrowMatrix:
+        """From ``[outputs, inputs]`` with 16 bits; lazy, as all that is laid out."""
+        outputs, inputs = weight.shape
+        form = NarrowForm(16, 1, _NAMES[weight.dtype], inputs, outputs)
+        return NarrowMatrix(form, self._strips(form, weight))
+
+    def packed(self, words: mx.array, scales: mx.array, biases: mx.array, bits: int) -> NarrowMatrix:
+        """From MLX's affine packing.
+
+        ``words [outputs, inputs * bits / 32]``, ``scales`` and ``biases`` ``[outputs, groups]``.
+        """
+        form = _packed_form(words, scales, bits)
+        return NarrowMatrix(form, self._strips(form, words, scales, biases.astype(scales.dtype)))
+
+    def plain_stack(self, weight: mx.array) -> NarrowStack:
+        """From ``[experts, outputs, inputs]`` with 16 bits."""
+        _, outputs, inputs = weight.shape
+        form = NarrowForm(16, 1, _NAMES[weight.dtype], inputs, outputs)
+        return NarrowStack(form, self._strips(form, weight))
+
+    def packed_stack(self, words: mx.array, scales: mx.array, biases: mx.array, bits: int) -> NarrowStack:
+        """From MLX's affine packing, each array with a first axis of experts."""
+        form = _packed_form(words, scales, bits)
+        return NarrowStack(form, self._strips(form, words, scales, biases.astype(scales.dtype)))
+
+    def interleaved(self, gate: NarrowMatrix, other: NarrowMatrix) -> NarrowMatrix | None:
+        """For a gated product: strips of both in turns; None where they do not fit together."""
+        if gate.form != other.form:
+            return None
+        form = replace(gate.form, outputs=2 * gate.form.outputs)
+        return NarrowMatrix(form, self._module.interleaved(gate.strips, other.strips))
+
+    def interleaved_stacks(self, gate: NarrowStack, other: NarrowStack) -> NarrowStack:
+        """For a mixture: strips of both, which have the same form, in turns."""
+        form = replace(gate.form, outputs=2 * gate.form.outputs)
+        return NarrowStack(form, self._module.interleaved(gate.strips, other.strips))
+
+    def _strips(
+        self, form: NarrowForm, weights: mx.array, scales: mx.array | None = None, biases: mx.array | None = None
+    ) -> mx.array:
+        strips: mx.array = self._module.strips(
+            weights, scales, biases, inputs=form.inputs, bits=form.bits, group=form.group, scale=form.scale
+        )
+        return strips
 
     def product(self, x: mx.array, matrix: NarrowMatrix, bias: mx.array | None = None) -> mx.array:
         """float32 ``x [..., inputs] · matrixᵀ + bias``: ``[..., outputs]``."""

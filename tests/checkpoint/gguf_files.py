@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,14 @@ def write_llama(
 
 
 def write_gguf(
-    path: Path, architecture: str, config: dict[str, Any], weights: dict[str, np.ndarray], qtype: Any = QTYPE.F32
+    path: Path,
+    architecture: str,
+    config: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    qtype: Any = QTYPE.F32,
+    wide: Collection[str] = (),
 ) -> Path:
-    """A file of ``architecture`` with ``weights`` under GGUF's names, as they are; matrices in ``qtype``."""
+    """A file with ``weights`` under GGUF's names, as they are; matrices in ``qtype``, but for ``wide`` ones."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -47,10 +53,16 @@ def write_gguf(
         writer.add_key_length(config["head_dim"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
     for name, weight in weights.items():
-        kind = qtype if weight.ndim > 1 else QTYPE.F32
+        kind = qtype if weight.ndim > 1 and name not in wide else QTYPE.F32
         data = weight if kind is QTYPE.F32 else gguf.quants.quantize(weight, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()

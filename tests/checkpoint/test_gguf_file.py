@@ -128,15 +128,18 @@ def test_random_damage_is_an_error_or_a_sound_header(
 def test_architectures_and_features_that_cannot_be_loaded(tmp_path: Path) -> None:
     for architecture, key, message in (
         ("mamba", None, "general.architecture 'mamba'"),
-        ("llama", "llama.expert_count", "expert_count"),
+        ("qwen2", "qwen2.expert_count", "in llama and qwen3moe only"),
         ("llama", "llama.rope.scaling.type", "rope.scaling"),
+        ("llama", "llama.rope.scaling.type with experts", "is not supported with experts"),
     ):
         path = tmp_path / f"{architecture}{key}.gguf"
         writer = gguf.GGUFWriter(path, architecture)
-        if key == "llama.expert_count":
+        if key == "qwen2.expert_count":
             writer.add_uint32(key, 8)
         elif key is not None:
-            writer.add_string(key, "odd")
+            if "with experts" in key:
+                writer.add_expert_count(4)
+            writer.add_string(key.split()[0], "odd")
             writer.add_float32("llama.rope.scaling.factor", 2.0)
         writer.add_block_count(1)
         writer.add_context_length(8)

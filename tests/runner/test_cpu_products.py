@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,6 @@ from headrace.runner import cpu_products, native_extension
 from headrace.runner.narrow_weights import (
     NarrowMatrix,
     NarrowProducts,
-    interleaved,
-    narrow_packed,
-    narrow_plain,
     stacked,
 )
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -54,10 +52,15 @@ ROWS = (1, 2, 3, 5, 7, 12, 13, 24, 25, 40, 100, 481)
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
+@cache
+def native() -> NarrowProducts:
+    return NarrowProducts(cpu_products._load())
+
+
 @pytest.fixture(scope="module")
 def products() -> NarrowProducts:
     try:
-        return NarrowProducts(cpu_products._load())
+        return native()
     except native_extension.ExtensionError as error:
         pytest.skip(f"the extension cannot be built here: {error}")
 
@@ -67,13 +70,13 @@ def matrix_of(bits: int, group: int, scale: str, outputs: int, inputs: int) -> t
     values = mx.array(np.random.default_rng(outputs).standard_normal((outputs, inputs)).astype(np.float32))
     if bits == 16:
         plain = values.astype(DTYPES[scale])
-        return narrow_plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
+        return native().plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
     words, scales, biases = mx.quantize(values, group_size=group, bits=bits)
     scales, biases = scales.astype(DTYPES[scale]), biases.astype(DTYPES[scale])
     weights = mx.dequantize(
         words, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group, bits=bits
     )
-    return narrow_packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)
+    return native().packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)
 
 
 def rows_of(count: int, inputs: int) -> np.ndarray:
@@ -159,7 +162,7 @@ def test_gated_products(products: NarrowProducts, bits: int, group: int, scale: 
     for outputs in (96, 41):
         gate, _ = matrix_of(bits, group, scale, outputs, 128)
         other = replace(gate, strips=mx.contiguous(gate.strips[::-1]))
-        pair = interleaved(gate, other)
+        pair = products.interleaved(gate, other)
         assert pair is not None
         for rows in ROWS:
             x = mx.array(8 * rows_of(rows, 128))
@@ -251,7 +254,7 @@ def test_wrong_products_are_found(products: NarrowProducts) -> None:
         return [module.product(x, *args, **form)[0] * (1 + 1e-6 * (len(x) == 1))]
 
     for product, reason in ((wrong, "8 bits"), (in_company, "depends on the others")):
-        fake = SimpleNamespace(product=product, rows=module.rows, threads=module.threads)
+        fake = SimpleNamespace(product=product, rows=module.rows, threads=module.threads, strips=module.strips)
         choice = cpu_products.choose(lambda fake=fake: fake)
         assert choice.products is None
         assert reason in choice.note

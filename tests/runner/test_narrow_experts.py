@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,6 @@ from headrace.runner.narrow_weights import (
     NarrowProducts,
     NarrowStack,
     interleaved_biases,
-    interleaved_stacks,
-    stack_packed,
-    stack_plain,
 )
 from headrace.runner.packing import Packing, with_eight_bits
 from headrace.runner.substitutions.modules import calls_only
@@ -59,10 +57,15 @@ FORMS = [(16, 1, "float16"), (16, 1, "bfloat16")] + [
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
 
 
+@cache
+def native() -> NarrowProducts:
+    return NarrowProducts(cpu_products._load())
+
+
 @pytest.fixture(scope="module")
 def products() -> NarrowProducts:
     try:
-        return NarrowProducts(cpu_products._load())
+        return native()
     except native_extension.ExtensionError as error:
         pytest.skip(f"the extension cannot be built here: {error}")
 
@@ -75,12 +78,12 @@ def stack_of(
     values = mx.array((0.3 * source.standard_normal((experts, outputs, inputs))).astype(np.float32))
     if bits == 16:
         plain = values.astype(DTYPES[scale])
-        return stack_plain(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
+        return native().plain_stack(plain), np.array(plain.astype(mx.float32), dtype=np.float64)
     words, scales, biases = mx.quantize(values, group_size=group, bits=bits)
     scales, biases = scales.astype(DTYPES[scale]), biases.astype(DTYPES[scale])
     wide = scales.astype(mx.float32), biases.astype(mx.float32)
     weights = mx.dequantize(words, *wide, group_size=group, bits=bits)
-    return stack_packed(words, scales, biases, bits), np.array(weights, dtype=np.float64)
+    return native().packed_stack(words, scales, biases, bits), np.array(weights, dtype=np.float64)
 
 
 def experts_of(bits: int, group: int, scale: str, experts: int = 6, width: int = 128, hidden: int = 64) -> Any:
@@ -89,7 +92,7 @@ def experts_of(bits: int, group: int, scale: str, experts: int = 6, width: int =
         stack_of(bits, group, scale, experts, *shape, seed)
         for seed, shape in enumerate(((hidden, width), (hidden, width), (width, hidden)))
     )
-    return interleaved_stacks(gate[0], up[0]), down[0], (gate[1], up[1], down[1])
+    return native().interleaved_stacks(gate[0], up[0]), down[0], (gate[1], up[1], down[1])
 
 
 def rows_of(rows: int, experts: int, choices: int, width: int = 128) -> tuple[mx.array, mx.array, mx.array]:

@@ -1,5 +1,6 @@
 // MLX operations over narrow weights: product(x, weights) and the weights of single outputs (cpu_products.h), products
-// with the matrices of chosen experts and whole mixtures of them (cpu_experts.h).
+// with the matrices of chosen experts and whole mixtures of them (cpu_experts.h); and how they come to lie so
+// (cpu_layout.h).
 
 #include <memory>
 #include <optional>
@@ -21,6 +22,7 @@
 
 #include "cpu_block.h"
 #include "cpu_experts.h"
+#include "cpu_layout.h"
 #include "cpu_narrow.h"
 
 namespace nb = nanobind;
@@ -165,6 +167,92 @@ mx::array rows(const mx::array& index, const mx::array& weights, int inputs, int
   shape.push_back(inputs);
   std::vector<mx::array> in = {mx::contiguous(mx::astype(index, mx::int32, stream), false, stream), weights};
   return mx::array(shape, mx::float32, std::make_shared<NarrowRows>(stream, form), std::move(in));
+}
+
+// -- layout -------------------------------------------------------------------------------------------------
+
+// Inputs: weights [experts, outputs, …], then scales and biases as there are. One strip after the other.
+class StripsLaidOut : public mx::Primitive {
+ public:
+  StripsLaidOut(mx::Stream stream, Narrow one, int experts) : mx::Primitive(stream), one_(one), experts_(experts) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    const auto memory = [&](size_t i) { return i < in.size() ? in[i].data<uint8_t>() : nullptr; };
+    const headrace::Layout layout{one_.form,    memory(0),   memory(1),           memory(2), experts_,
+                                  one_.outputs, one_.inputs, out[0].data<uint8_t>()};
+    encoder.dispatch([layout]() { headrace::lay_out(layout, threads()); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("narrow weights are laid out on the CPU");
+  }
+  const char* name() const override { return "StripsLaidOut"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& same = static_cast<const StripsLaidOut&>(other);
+    return one_ == same.one_ && experts_ == same.experts_;
+  }
+
+ private:
+  Narrow one_;
+  int experts_;
+};
+
+class Interleaved : public mx::Primitive {
+ public:
+  explicit Interleaved(mx::Stream stream) : mx::Primitive(stream) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) override {
+    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& array : in) encoder.set_input_array(array);
+    encoder.set_output_array(out[0]);
+    const int64_t strip = in[0].shape(-1);
+    const headrace::Turns turns{bytes_of(in[0]), bytes_of(in[1]), int(in[0].size() / strip), strip,
+                                out[0].data<uint8_t>()};
+    encoder.dispatch([turns]() { headrace::interleave(turns, threads()); });
+  }
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("narrow weights are laid out on the CPU");
+  }
+  const char* name() const override { return "Interleaved"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+};
+
+// weights [outputs, …] or [experts, outputs, …] -> uint8 [strips, bytes], or [experts, strips, bytes].
+mx::array strips(const mx::array& weights, const std::optional<mx::array>& scales,
+                 const std::optional<mx::array>& biases, int inputs, int bits, int group, const std::string& scale) {
+  if (weights.ndim() != 2 && weights.ndim() != 3) throw std::invalid_argument("weights are matrices, or one per expert");
+  const int experts = weights.ndim() == 3 ? weights.shape(0) : 1, outputs = weights.shape(-2);
+  const Narrow one = narrow(inputs, outputs, bits, group, scale);
+  const size_t rows = size_t(experts) * outputs, further = bits == 16 ? 0 : rows * (inputs / group);
+  if (experts < 1 || weights.nbytes() != rows * inputs * bits / 8 || scales.has_value() != (bits != 16) ||
+      biases.has_value() != (bits != 16))
+    throw std::invalid_argument("weights do not have their form's size");
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  std::vector<mx::array> in = {mx::contiguous(weights, false, stream)};
+  for (const auto& part : {scales, biases}) {
+    if (!part) continue;
+    if (part->size() != further || part->itemsize() != size_t(one.form.scale_bytes()))
+      throw std::invalid_argument("scales and biases do not have their form's size");
+    in.push_back(mx::contiguous(*part, false, stream));
+  }
+  mx::Shape shape = {(outputs + headrace::kStrip - 1) / headrace::kStrip, int(one.form.strip_bytes(inputs))};
+  if (weights.ndim() == 3) shape.insert(shape.begin(), experts);
+  return mx::array(shape, mx::uint8, std::make_shared<StripsLaidOut>(stream, one, experts), std::move(in));
+}
+
+// Two of the same form, [..., strips, bytes] -> [..., 2 strips, bytes].
+mx::array interleaved(const mx::array& gate, const mx::array& other) {
+  if (gate.ndim() < 2 || gate.shape() != other.shape() || gate.dtype() != mx::uint8 || other.dtype() != mx::uint8)
+    throw std::invalid_argument("strips in turns must be of one form");
+  const mx::Stream stream = mx::default_stream(mx::Device::cpu);
+  mx::Shape shape = gate.shape();
+  shape[shape.size() - 2] *= 2;
+  return mx::array(shape, mx::uint8, std::make_shared<Interleaved>(stream),
+                   {mx::contiguous(gate, false, stream), mx::contiguous(other, false, stream)});
 }
 
 // -- experts ------------------------------------------------------------------------------------------------
@@ -344,6 +432,9 @@ NB_MODULE(headrace_cpu_products, m) {
         nb::arg("widths") = std::vector<int>());
   m.def("rows", &rows, nb::arg("index"), nb::arg("weights"), nb::kw_only(), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
+  m.def("strips", &strips, nb::arg("weights"), nb::arg("scales").none(), nb::arg("biases").none(), nb::kw_only(),
+        nb::arg("inputs"), nb::arg("bits"), nb::arg("group"), nb::arg("scale"));
+  m.def("interleaved", &interleaved, nb::arg("gate"), nb::arg("other"));
   m.def("expert_products", &expert_products, nb::arg("x"), nb::arg("chosen"), nb::arg("weights"),
         nb::arg("bias").none(), nb::kw_only(), nb::arg("experts"), nb::arg("outputs"), nb::arg("bits"),
         nb::arg("group"), nb::arg("scale"));

@@ -23,9 +23,6 @@ from headrace.runner.narrow_weights import (
     NarrowProducts,
     NarrowStack,
     interleaved_biases,
-    interleaved_stacks,
-    stack_packed,
-    stack_plain,
     takes_dtype,
     takes_packing,
 )
@@ -81,7 +78,7 @@ class NarrowSwitchGLU(nn.Module):  # type: ignore[misc]
         products: NarrowProducts,
     ) -> None:
         super().__init__()
-        gate_up = interleaved_stacks(gate.stack, up.stack)
+        gate_up = products.interleaved_stacks(gate.stack, up.stack)
         self.gate_up, self.down = gate_up.strips, down.strips
         if "bias" in gate:
             self.gate_up_bias, self.down_bias = interleaved_biases(gate.bias, up.bias), down.bias
@@ -155,9 +152,9 @@ def scratch_bytes(model: nn.Module) -> int:
 
 def _narrow(module: Any, products: NarrowProducts) -> NarrowSwitchLinear | None:
     if type(module) is QuantizedSwitchLinear and takes_packing(module.bits, module.group_size, module.mode):
-        stack = stack_packed(module.weight, module.scales, module.biases, module.bits)
+        stack = products.packed_stack(module.weight, module.scales, module.biases, module.bits)
     elif type(module) is SwitchLinear and takes_dtype(module.weight.dtype):
-        stack = stack_plain(module.weight)
+        stack = products.plain_stack(module.weight)
     else:
         return None
     return NarrowSwitchLinear(stack, products, module.get("bias"))
