@@ -91,7 +91,7 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
 ]
 CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("messages", [], ("empty",)),
-    ("response_format", {"type": "yaml"}, ("json_schema",)),
+    ("response_format", {"type": "yaml"}, ("json_schema", "yaml")),
     ("messages", "hi", ("hi",)),
     ("messages", None, ("required",)),
     ("messages", [3], ("3",)),

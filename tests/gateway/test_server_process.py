@@ -23,7 +23,15 @@ import pytest
 from engine_harness import engine_config, expected, request
 
 from headrace.config import ServerConfig
-from headrace.gateway.server import bind, is_loopback, ready_line, refuse_exposure
+from headrace.gateway.server import (
+    EXIT_STOPPED,
+    bind,
+    early_signals,
+    is_loopback,
+    ready_line,
+    refuse_exposure,
+    run_server,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -222,6 +230,32 @@ def test_a_stop_while_loading(start: Any, tmp_path: Path) -> None:
     code, out, err = server.end()
     assert (code, out, err.count("Traceback")) == (0, "", 0)
     assert list(tmp_path.glob("headrace-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_the_loop_runs_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the application is made (tokenizer, template) nobody listens in an event loop yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+    folders: list[Path] = []
+
+    def make_app(*args: object) -> Any:
+        folders.extend(tmp_path.glob("headrace-*"))
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was not heard")
+
+    config = ServerConfig(engine=engine_config(), served_model_names=("m",), port=0)
+    assert run_server(config, make_app) == EXIT_STOPPED
+    assert len(folders) == 1 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_before_the_loop_runs_waits() -> None:
+    with early_signals() as hangups:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert hangups == [signal.SIGHUP]
 
 
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:

@@ -273,7 +273,8 @@ def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
     if not isinstance(found, dict) or found.get("type") != "json_schema":
-        raise InvalidRequest('output_config.format.type must be "json_schema"', param="output_config")
+        kind = shown(found.get("type") if isinstance(found, dict) else found)
+        raise InvalidRequest(f'output_config.format.type must be "json_schema", not {kind}', param="output_config")
     if found.get("schema") is None:
         raise InvalidRequest("output_config.format.schema is required", param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": found.get("schema")}}

@@ -152,8 +152,11 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 def _response_format(found: object) -> dict[str, Any] | None:
     if found is None:
         return None
-    if not isinstance(found, dict) or found.get("type") not in ("text", "json_object", "json_schema"):
-        raise InvalidRequest("text.format.type must be text, json_object or json_schema", param="text")
+    kind = found.get("type") if isinstance(found, dict) else found
+    if not isinstance(found, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest(
+            f"text.format.type must be text, json_object or json_schema, not {shown(kind)}", param="text"
+        )
     if found["type"] != "json_schema":
         return {"type": found["type"]}
     if found.get("schema") is None:
