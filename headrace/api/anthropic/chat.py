@@ -29,6 +29,7 @@ def chat_fields(fields: PromptFields, template_of: Callable[[bool], str], thinks
     ``template_of(with tools)`` is the model's template; ``thinks``: its thinking is recognised.
     """
     budget = _budget(fields.thinking)
+    omits_thinking(fields)
     messages = _messages(fields)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     choice, parallel = _tool_choice(fields)
@@ -266,6 +267,16 @@ def _budget(thinking: dict[str, Any] | None) -> int | None:
             f"thinking.budget_tokens must be an integer of at least 1, not {shown(budget)}", param="thinking"
         )
     return budget
+
+
+def omits_thinking(fields: PromptFields) -> bool:
+    """Whether thinking blocks are to be shown without their text."""
+    display = (fields.thinking or {}).get("display")
+    if display not in (None, "summarized", "omitted"):
+        raise InvalidRequest(
+            f'thinking.display must be "summarized" or "omitted", not {shown(display)}', param="thinking"
+        )
+    return display == "omitted"
 
 
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
