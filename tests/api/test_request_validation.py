@@ -118,6 +118,7 @@ CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("thinking_token_budget", 0, ("0",)),
     ("functions", [{"name": "f"}], ("functions",)),
     ("audio", {"voice": "x"}, ("audio",)),
+    ("moderation", {"model": "x"}, ("moderation",)),
     ("tools", "x", ("x",)),
     ("tools", [{"type": "function", "function": {}}], ("name",)),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], ("parameters", "5")),
