@@ -352,6 +352,23 @@ def test_a_client_that_sends_no_more_still_gets_what_is_soon_there(start: Any) -
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="limits of another process: Linux only")
+def test_a_client_that_leaves_with_a_second_request_on_its_way_is_no_fault(start: Any) -> None:
+    server = start(behaviour={"step_s": 0.005}).ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    body = json.dumps({"id": "r", "max_tokens": 300}).encode()
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(head + body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(head + body.replace(b'"r"', b'"s"'))
+        connection.recv(4096)
+    time.sleep(0.5)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert code == 0 and "Traceback" not in err, err[-2000:]
+
+
 def test_more_connections_than_files_are_refused_in_words(start: Any) -> None:
     server = start().ready()
     psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE, (140, 140))
