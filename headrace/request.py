@@ -112,3 +112,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     refused: bool = False
     hidden: bytes = b""
     timeline: Timeline | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the prompt was computed, or its sequence ended before: no sign of life only."""
+        return bool(self.token_ids) or self.finish_reason is not None or self.prompt_logprobs is not None

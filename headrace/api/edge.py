@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.dialects import error_response, is_anthropic
@@ -165,7 +166,7 @@ def rejection_reason(error: RequestError) -> str:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Routing's own errors: unknown paths and methods. ``OPTIONS`` on a known path says what is allowed."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    headers = {"allow": ", ".join(_allowed_methods(request))} if status == 405 else {}
     path = ascii(request.url.path[:200])[1:-1]
     if status == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
@@ -176,6 +177,14 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
         refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}")
     request.app.state.services.metrics.rejected(rejection_reason(refusal))
     answer = error_response(refusal, request.scope)
-    if status == 405:
-        answer.headers.update(headers)
+    answer.headers.update(headers)
     return answer
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """All methods of the path: each may be a route of its own, and the router names those of one."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return sorted(methods)

@@ -184,7 +184,8 @@ def read_arguments(
     _, rest = parser.parse_known_args(list(argv), namespace)
     for word in rest:
         if word.startswith("-") and word != "-":
-            raise UsageError(unknown(word.split("=")[0], [flag.name for flag in table.flags], "flag"))
+            known = ["--help", *(flag.name for flag in table.flags)]
+            raise UsageError(unknown(word.split("=")[0], known, "flag"))
     return rest, namespace.given
 
 
@@ -264,9 +265,10 @@ def _as_tuple(value: object) -> tuple[object, ...]:
 
 
 def unknown(name: str, known: Iterable[str], what: str) -> str:
-    """One line about an unknown name, with the nearest known one."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"unknown {what} {name}" + (f": did you mean {near[0]}?" if near else "")
+    """One line about an unknown name, with the nearest known one (dashes in front make nothing alike)."""
+    words = {word.lstrip("-"): word for word in known}
+    near = difflib.get_close_matches(name.lstrip("-"), words, n=1, cutoff=0.6)
+    return f"unknown {what} {name}" + (f": did you mean {words[near[0]]}?" if near else "")
 
 
 def is_unicode(text: str) -> bool:

@@ -46,6 +46,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_oversized = False
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None  # ``cycle`` is the newest, which may wait behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,8 +56,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_timer(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The parent tells the newest request; one that is being answered while another waits has to know, too."""
         self._stop_timer()
+        answering = self._answering
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that sends no more has left, or waits for its answer: what comes soon it still gets."""

@@ -88,7 +88,7 @@ def record(entry: JournalEntry, output: SequenceOutput) -> SequenceOutput | None
     if index in entry.begun:
         if output.cached_tokens or output.prompt_logprobs is not None:
             return msgspec.structs.replace(output, cached_tokens=0, prompt_logprobs=None)
-    elif output.token_ids or output.finish_reason is not None or output.prompt_logprobs is not None:
+    elif output.has_begun:
         entry.begun.add(index)
     return output
 

@@ -63,6 +63,7 @@ class WatchedMetrics:
         self._first_token, self._inter_token = inner.first_token, inner.inter_token
         self.rejected = inner.rejected
         self.scheduled = inner.scheduled
+        self.forced_tokens = inner.forced_tokens
         self.sequence_finished = inner.sequence_finished
         self.ended = inner.ended
         self.unknown_field = inner.unknown_field

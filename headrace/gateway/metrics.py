@@ -114,6 +114,7 @@ class Metrics(Collector):
         self._key_tokens: dict[tuple[str, str], int] = {}
         self.add_keys(keys or ("",))
         self._unknown_fields = 0
+        self._forced_tokens = 0
         self._step_s = Histogram(SHORT_BUCKETS_S)
         self._stall_s = Histogram(SHORT_BUCKETS_S)
         self._batch = Histogram(BATCH_BUCKETS)
@@ -142,14 +143,19 @@ class Metrics(Collector):
     def inter_token(self, gap_s: float, tokens: int) -> None:
         self._intervals["vllm:inter_token_latency_seconds"].observe(gap_s, tokens)
 
+    def forced_tokens(self, count: int) -> None:
+        self._forced_tokens += count
+
     def sequence_finished(self, reason: str) -> None:
         self._finished[reason if reason in self._finished else "error"] += 1
 
     def ended(
-        self, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int, key: str
+        self, *, e2e_s: float | None, decode_s: float | None, prompt_tokens: int, completion_tokens: int, key: str
     ) -> None:
-        self._intervals["vllm:e2e_request_latency_seconds"].observe(e2e_s)
-        self._intervals["vllm:request_decode_time_seconds"].observe(decode_s)
+        if e2e_s is not None:
+            self._intervals["vllm:e2e_request_latency_seconds"].observe(e2e_s)
+        if decode_s is not None:
+            self._intervals["vllm:request_decode_time_seconds"].observe(decode_s)
         for kind, tokens in (("prompt", prompt_tokens), ("generation", completion_tokens)):
             if (key, kind) in self._key_tokens:
                 self._key_tokens[key, kind] += tokens
@@ -204,6 +210,7 @@ class Metrics(Collector):
     def _engine_families(self) -> Iterator[Metric]:
         state, totals = self._engine.state(), self._engine.lifetime_stats()
         stats = state.stats
+        generated = self._engine.generation_tokens_total + self._forced_tokens
         usage = stats.blocks_held / stats.blocks_total if stats.blocks_total else 0.0
         for name, text, value in (
             ("num_requests_running", "Requests being prefilled or decoded.", float(stats.running)),
@@ -213,7 +220,7 @@ class Metrics(Collector):
             yield _family(GaugeMetricFamily, f"vllm:{name}", text, self._vllm, value=value)
         for name, text, count in (
             ("prompt_tokens", "Prompt tokens of requests that began to answer.", self._engine.prompt_tokens_total),
-            ("generation_tokens", "Output tokens given to clients.", self._engine.generation_tokens_total),
+            ("generation_tokens", "Output tokens given to clients.", generated),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queries_total),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits_total),
             (

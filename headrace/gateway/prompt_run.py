@@ -99,6 +99,8 @@ class PromptRun:
         self._timelines: list[Timeline] = []
         self._interruptions: list[Interruption] = []
         self._is_continued = False
+        self._has_begun = False
+        self._num_forced = len(options.thinking.ending) if options.thinking is not None else 0
         self._stream = self._engine.submit(request)
         self._timer = asyncio.get_running_loop().call_later(self._limits.tick_s, self._tick)
 
@@ -163,11 +165,11 @@ class PromptRun:
                 for _ in range(self._open):
                     self._metrics.sequence_finished(self._outcome)
                     self._finish_reasons.append(self._outcome)
-        if self._first_token_at is not None:
-            last_token_at = max(self._last_token_at)
+        if self._has_begun:
+            first_at, last_at = self._first_token_at, max(self._last_token_at)
             self._metrics.ended(
-                e2e_s=last_token_at - self._received_at,
-                decode_s=last_token_at - self._first_token_at,
+                e2e_s=None if first_at is None else last_at - self._received_at,
+                decode_s=None if first_at is None or not self.completion_tokens else last_at - first_at,
                 prompt_tokens=len(self.request.prompt_token_ids),
                 completion_tokens=self.completion_tokens,
                 key=self.request.key,
@@ -228,6 +230,7 @@ class PromptRun:
         for output in outputs:
             if not self.cached_tokens:
                 self.cached_tokens = output.cached_tokens
+            self._has_begun |= output.has_begun
             if output.timeline is not None:
                 self._timelines.append(output.timeline)
             if output.prompt_logprobs is not None and output.index == 0:
@@ -256,6 +259,7 @@ class PromptRun:
             if output.finish_reason is None:
                 self._engine.abort(self.request.id, output.index)
         elif sequence.taken is not None:
+            self._metrics.forced_tokens(self._num_forced)
             self._continue_behind(sequence.taken)
         return events
 

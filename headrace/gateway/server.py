@@ -68,6 +68,10 @@ class PortUnavailable(StartupError):
     """The address cannot be bound."""
 
 
+class _StoppedEarly(BaseException):
+    """Told to stop before the event loop listens to signals."""
+
+
 def run_server(
     config: ServerConfig,
     make_app: AppFactory,
@@ -86,9 +90,16 @@ def run_server(
     try:
         logs.configure(config.log_level, config.log_format)
         refuse_exposure(config)
-        listener = bind(config.host, config.port)
-        with listener, private_folder() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(config, listener, folder, worker_command, make_app, reread).serve())
+        with (
+            early_signals() as hangups,
+            bind(config.host, config.port) as listener,
+            private_folder() as folder,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            server = _Server(config, listener, folder, worker_command, make_app, reread)
+            return runner.run(server.serve(hangups))
+    except _StoppedEarly:
+        return EXIT_STOPPED
     except PortUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PORT_TAKEN
@@ -134,6 +145,34 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
         ) from None
     return listener
+
+
+@contextlib.contextmanager
+def early_signals() -> Iterator[list[int]]:
+    """Signals until the event loop takes them over: a stop undoes what was begun, a hangup waits in the list."""
+    hangups: list[int] = []
+    has_terminal = os.isatty(0)
+
+    def stop(number: int, frame: object) -> None:
+        raise _StoppedEarly
+
+    def hang_up(number: int, frame: object) -> None:
+        if _is_closed(has_terminal):
+            raise _StoppedEarly
+        hangups.append(number)
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGHUP: hang_up}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield hangups
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_closed(had_terminal: bool) -> bool:
+    """Whether the terminal of the start is gone: a hangup is then no request of a person."""
+    return had_terminal and not os.isatty(0)
 
 
 @contextlib.contextmanager
@@ -206,11 +245,18 @@ class _Server:
         await self._sides.start()
         await self._supervisor.run()
 
-    async def serve(self) -> int:
+    async def serve(self, hangups: Sequence[int] = ()) -> int:
+        """``hangups``: those that came before this; they are one wish for a reload."""
         client, supervisor = self._client, self._supervisor
         http = _HttpServer(self._uvicorn_config(self._front))
         reloads: set[asyncio.Task[str]] = set()
-        stop, stop_now = _stop_events(lambda: reloads.add(asyncio.create_task(self._reload())))
+
+        def reload() -> None:
+            reloads.add(asyncio.create_task(self._reload()))
+
+        stop, stop_now = _stop_events(reload)
+        if hangups:
+            reload()
         raise_open_files()
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = asyncio.create_task(self._run_engines())
@@ -343,7 +389,7 @@ def _stop_events(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Eve
         (stop_now if stop.is_set() else stop).set()
 
     def on_hangup() -> None:
-        if has_terminal and not os.isatty(0):  # it was closed: the signal is no request of a person
+        if _is_closed(has_terminal):
             on_signal()
         elif not stop.is_set():
             reload()

@@ -140,14 +140,21 @@ class RequestMetrics(Protocol):
         """``tokens`` further tokens of one sequence came together, ``gap_s`` per token."""
         ...
 
+    def forced_tokens(self, count: int) -> None:
+        """A sequence got output tokens that no engine sampled: what ends its thinking at a budget."""
+        ...
+
     def sequence_finished(self, reason: str) -> None:
         """One sequence ended: stop, length, abort, error, timeout."""
         ...
 
     def ended(
-        self, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int, key: str
+        self, *, e2e_s: float | None, decode_s: float | None, prompt_tokens: int, completion_tokens: int, key: str
     ) -> None:
-        """A request with at least one token is over; received to last token, and first to last token."""
+        """A request that was begun is over; received to last token, and first to last token.
+
+        No ``decode_s``: it has no output token. No ``e2e_s`` either: it has no hidden state, too.
+        """
         ...
 
     def unknown_field(self, count: int = 1) -> None:

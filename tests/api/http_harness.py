@@ -34,6 +34,7 @@ class RecordingMetrics:
         self.unknown = 0
         self.first_tokens = 0
         self.later_tokens = 0
+        self.forced = 0
         self.ends: list[dict[str, Any]] = []
         self.queue_times: list[float] = []
 
@@ -48,6 +49,9 @@ class RecordingMetrics:
 
     def inter_token(self, gap_s: float, tokens: int) -> None:
         self.later_tokens += tokens
+
+    def forced_tokens(self, count: int) -> None:
+        self.forced += count
 
     def sequence_finished(self, reason: str) -> None:
         self.reasons.append(str(reason))

@@ -101,6 +101,23 @@ def test_thinking_that_is_off_is_left_out(make_api: Callable[..., Api]) -> None:
     assert "plan" not in streamed and '"thinking_tokens":4' in streamed
 
 
+@pytest.mark.parametrize("kind", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}])
+def test_thinking_may_be_shown_without_its_text(make_api: Callable[..., Api], kind: dict[str, Any]) -> None:
+    api = make_api(reasoning_parser="qwen3")
+    asked = body({"role": "user", "content": "<|s03|>"}, thinking={**kind, "display": "omitted"})
+    message = api.post(MESSAGES, asked).json()
+    block, answer = message["content"]
+    assert (block["type"], block["thinking"]) == ("thinking", "") and block["signature"]
+    assert answer == {"type": "text", "text": "42"}
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 4
+    events = api.post(MESSAGES, {**asked, "stream": True}).text.split("\n\n")
+    contents = [msgspec.json.decode(event.partition("data: ")[2]) for event in events if event]
+    kinds = [content["delta"]["type"] for content in contents if content["type"] == "content_block_delta"]
+    assert kinds[0] == "signature_delta" and set(kinds[1:]) == {"text_delta"}
+    whole = api.post(MESSAGES, {**asked, "thinking": {**kind, "display": "summarized"}}).json()
+    assert whole["content"][0]["thinking"] == "plan it"
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", None),
@@ -126,6 +143,7 @@ BAD: list[tuple[str, Any]] = [
     ("tool_choice", {"type": "sometimes"}),
     ("thinking", {"type": "enabled"}),
     ("thinking", {"type": "sometimes"}),
+    ("thinking", {"type": "adaptive", "display": "small"}),
     ("output_config", {"format": {"type": "yaml"}}),
     ("mcp_servers", [{"name": "x"}]),
     ("container", "c"),

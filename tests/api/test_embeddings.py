@@ -92,6 +92,7 @@ def test_every_vector_belongs_to_its_input(api: Api) -> None:
     assert embed(api, ids[5])["data"][0]["embedding"] == answer["data"][5]["embedding"]
     assert embed(api, given[5])["data"][0]["embedding"] == answer["data"][5]["embedding"]
     assert api.metrics.first_tokens == 0 and len(api.metrics.ends) == 82 and api.engine.running == 0
+    assert all(end["decode_s"] is None and end["e2e_s"] >= 0 for end in api.metrics.ends)
 
 
 def test_base64_is_the_same_vector(api: Api) -> None:
@@ -130,6 +131,8 @@ def test_other_bad_fields(api: Api) -> None:
     for fields in ({"encoding_format": "int8"}, {"truncate_prompt_tokens": 3}, {"input_type": "query"}):
         answer = api.post("/v1/embeddings", {"input": "a", **fields})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(fields))
+    message = api.post("/v1/embeddings", {"input": "a", "encoding_format": "int8"}).json()["error"]["message"]
+    assert message == 'encoding_format must be "base64" or "float", not "int8"'
     assert api.post("/v1/embeddings", {"input": "a", "model": "other"}).status_code == 404
     assert api.post("/v1/embeddings", {}).json()["error"]["param"] == "input"
     embed(api, "a", surprise=1)

@@ -97,6 +97,16 @@ IN_OWN_WORDS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("/v1/messages", {"tools": [{**TOOL, "name": ""}]}, "tools[0].name must be"),
     ("/v1/messages", {"tools": [{**TOOL, "description": 5}]}, "tools[0].description must be"),
+    (
+        "/v1/messages",
+        {"tools": [{**TOOL, "allowed_callers": ["code_execution"]}]},
+        "tools[0].allowed_callers must",
+    ),
+    (
+        "/v1/responses",
+        {"tools": [{"type": "function", "name": "x", "allowed_callers": ["programmatic"]}]},
+        "tools[0].allowed_callers must",
+    ),
     ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is"),
     ("/v1/messages", {"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type must"),
     ("/v1/responses", {"tools": [{"type": "function"}]}, "tools[0].name must be"),

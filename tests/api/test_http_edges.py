@@ -145,6 +145,16 @@ def test_head_and_options(api: Api) -> None:
     assert (response.status_code, response.headers["allow"], response.content) == (204, "POST", b"")
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/models/scripted", "GET, HEAD"), ("/v1/responses/resp_1", "DELETE, GET, HEAD"), ("/v1/cache", "DELETE")],
+)
+def test_allow_names_every_method_of_a_path(api: Api, path: str, methods: str) -> None:
+    for method, status in (("OPTIONS", 204), ("PUT", 405)):
+        response = api.send(method, path)
+        assert (response.status_code, response.headers["allow"]) == (status, methods)
+
+
 def test_request_ids(api: Api) -> None:
     assert api.send("GET", "/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     for bad in ("x" * 200, "a b", "é".encode()):

@@ -191,6 +191,7 @@ def test_a_thinking_budget_ends_the_block(thinking: Api, chunk: int) -> None:
     first, second = thinking.engine.requests
     assert second.prompt_token_ids == first.prompt_token_ids
     assert bytes(second.emitted[0]) == b"ABC\n</think>\n\n"
+    assert thinking.metrics.forced == len("\n</think>\n\n")
     assert thinking.engine.running == 0
     streamed = thinking.chat_stream("<|s05|>", stream_options={"include_usage": True}, **fields)
     assert without_ids(joined(streamed)) == without_ids(message)

@@ -58,7 +58,8 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("repetition_penalty", -1, ("-1",)),
     ("logit_bias", {"abc": 1}, ("abc",)),
     ("logit_bias", {"99999999": 1}, ("99999999",)),
-    ("logit_bias", {"5": 101}, ("100",)),
+    ("logit_bias", {"4": 1, "5": 101, "6": 2}, ('logit_bias["5"]', "at most 100", "not 101")),
+    ("logit_bias", {"4": 1, "5": None}, ('logit_bias["5"]', "a number", "not null")),
     ("logit_bias", {"0" * 30 + "5": 1}, ("no token id",)),
     ("temperature", 10**400, ("temperature",)),
     ("repetition_penalty", 1e-300, ("0.01",)),
@@ -90,7 +91,7 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
 ]
 CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("messages", [], ("empty",)),
-    ("response_format", {"type": "yaml"}, ("json_schema",)),
+    ("response_format", {"type": "yaml"}, ("json_schema", "yaml")),
     ("messages", "hi", ("hi",)),
     ("messages", None, ("required",)),
     ("messages", [3], ("3",)),
@@ -117,6 +118,7 @@ CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("thinking_token_budget", 0, ("0",)),
     ("functions", [{"name": "f"}], ("functions",)),
     ("audio", {"voice": "x"}, ("audio",)),
+    ("moderation", {"model": "x"}, ("moderation",)),
     ("tools", "x", ("x",)),
     ("tools", [{"type": "function", "function": {}}], ("name",)),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], ("parameters", "5")),

@@ -67,6 +67,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("text", {"verbosity": "high"}, "verbosity"),
     ("reasoning", {"effort": "high"}, "reasoning"),
     ("reasoning", {"effort": "huge"}, "huge"),
+    ("reasoning", {"mode": "pro"}, "reasoning.mode"),
+    ("reasoning", {"context": "current_turn"}, "reasoning.context"),
     ("previous_response_id", "resp_x", "resp_x"),
     ("store", True, "store"),
     ("background", True, "background"),
@@ -101,7 +103,8 @@ def test_hints_are_accepted_and_unknown_fields_counted(api: Api) -> None:
     fields = {
         "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "prompt_cache_key": "k",
         "truncation": "auto",
-        "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "store": False,
+        "include": ["reasoning.encrypted_content"], "store": False,
+        "reasoning": {"summary": "auto", "context": "all_turns", "mode": "standard"},
         "tools": TOOLS,
         "parallel_tool_calls": True, "text": {"format": {"type": "text"}, "verbosity": "medium"},
     }  # fmt: skip

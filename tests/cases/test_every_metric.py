@@ -158,6 +158,16 @@ def test_one_request(metered: Metered) -> None:
     assert delta("headrace:requests_rejected_total") == 0
 
 
+def test_a_prompt_that_is_only_scored_counts_for_its_key(metered: Metered) -> None:
+    answer = metered.server.client.complete("ab<|s05|>", max_tokens=0, echo=True, logprobs=1)
+    assert answer.usage["prompt_tokens"] == 3
+    metered.settled()
+    delta = metered.delta
+    assert delta("vllm:prompt_tokens_total") == delta("headrace:key_tokens_total", key="alice", kind="prompt") == 3
+    assert delta("vllm:request_success_total", finished_reason="length") == 1
+    assert all(delta(f"{INTERVALS[name]}_count") == 0 for name in ("ttft", "e2e", "decode"))
+
+
 def test_steps_of_one_request(metered: Metered) -> None:
     """Alone: a step samples the first token, each further one samples one more, and one may run too far."""
     metered.server.client.chat("<|s05|>")

@@ -239,11 +239,22 @@ def test_a_wrong_value_names_flag_range_and_value() -> None:
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("--max-num-seq", "--max-num-seqs"), ("--prt=1", "--port"), ("--kv-cache-type", "--kv-cache-dtype")],
+    [
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--prt=1", "--port"),
+        ("--kv-cache-type", "--kv-cache-dtype"),
+        ("--hlep", "--help"),
+    ],
 )
 def test_unknown_flags_name_the_nearest(word: str, near: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean {near}\\?"):
         parse(["model", word])
+
+
+@pytest.mark.parametrize("word", ["--hardware-price", "--temp", "--x"])
+def test_a_flag_that_resembles_none_gets_no_advice(word: str) -> None:
+    with pytest.raises(UsageError, match=f"^unknown flag {word}$"):
+        parse(["model", word, "1"])
 
 
 def test_flags_may_stand_before_the_model() -> None:

@@ -108,6 +108,22 @@ def test_users_cannot_add_series() -> None:
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 200
 
 
+def test_tokens_that_no_engine_sampled_are_output_too() -> None:
+    engine = Engine(EngineState(status="ready"))
+    engine.generation_tokens_total = 7
+    metrics = Metrics("m", engine)
+    metrics.forced_tokens(3)
+    assert value(metrics, "vllm:generation_tokens_total") == 10
+
+
+def test_a_request_without_output_has_no_times_but_its_prompt_counts() -> None:
+    metrics = Metrics("m", Engine(EngineState(status="ready")), ["alice"])
+    metrics.ended(e2e_s=None, decode_s=None, prompt_tokens=5, completion_tokens=0, key="alice")
+    assert value(metrics, "headrace:key_tokens_total", key="alice", kind="prompt") == 5
+    for interval in ("e2e_request_latency", "request_decode_time"):
+        assert value(metrics, f"vllm:{interval}_seconds_count") == 0
+
+
 def test_histograms_are_cumulative_and_reach_600_s() -> None:
     metrics = Metrics("m", Engine(EngineState(status="ready")))
     metrics.inter_token(0.02, 3)

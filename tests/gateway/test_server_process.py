@@ -23,7 +23,15 @@ import pytest
 from engine_harness import engine_config, expected, request
 
 from headrace.config import ServerConfig
-from headrace.gateway.server import bind, is_loopback, ready_line, refuse_exposure
+from headrace.gateway.server import (
+    EXIT_STOPPED,
+    bind,
+    early_signals,
+    is_loopback,
+    ready_line,
+    refuse_exposure,
+    run_server,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -224,6 +232,32 @@ def test_a_stop_while_loading(start: Any, tmp_path: Path) -> None:
     assert list(tmp_path.glob("headrace-*")) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_the_loop_runs_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the application is made (tokenizer, template) nobody listens in an event loop yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+    folders: list[Path] = []
+
+    def make_app(*args: object) -> Any:
+        folders.extend(tmp_path.glob("headrace-*"))
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was not heard")
+
+    config = ServerConfig(engine=engine_config(), served_model_names=("m",), port=0)
+    assert run_server(config, make_app) == EXIT_STOPPED
+    assert len(folders) == 1 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_before_the_loop_runs_waits() -> None:
+    with early_signals() as hangups:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert hangups == [signal.SIGHUP]
+
+
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
     server = start(drain_timeout_s=1.0).ready()
     body = b'{"id": "silent", "max_tokens": 4000, "padding": 5000}'
@@ -318,6 +352,23 @@ def test_a_client_that_sends_no_more_still_gets_what_is_soon_there(start: Any) -
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="limits of another process: Linux only")
+def test_a_client_that_leaves_with_a_second_request_on_its_way_is_no_fault(start: Any) -> None:
+    server = start(behaviour={"step_s": 0.005}).ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    body = json.dumps({"id": "r", "max_tokens": 300}).encode()
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(head + body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(head + body.replace(b'"r"', b'"s"'))
+        connection.recv(4096)
+    time.sleep(0.5)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert code == 0 and "Traceback" not in err, err[-2000:]
+
+
 def test_more_connections_than_files_are_refused_in_words(start: Any) -> None:
     server = start().ready()
     psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE, (140, 140))

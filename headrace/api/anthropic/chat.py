@@ -29,6 +29,7 @@ def chat_fields(fields: PromptFields, template_of: Callable[[bool], str], thinks
     ``template_of(with tools)`` is the model's template; ``thinks``: its thinking is recognised.
     """
     budget = _budget(fields.thinking)
+    omits_thinking(fields)
     messages = _messages(fields)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     choice, parallel = _tool_choice(fields)
@@ -268,12 +269,23 @@ def _budget(thinking: dict[str, Any] | None) -> int | None:
     return budget
 
 
+def omits_thinking(fields: PromptFields) -> bool:
+    """Whether thinking blocks are to be shown without their text."""
+    display = (fields.thinking or {}).get("display")
+    if display not in (None, "summarized", "omitted"):
+        raise InvalidRequest(
+            f'thinking.display must be "summarized" or "omitted", not {shown(display)}', param="thinking"
+        )
+    return display == "omitted"
+
+
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     found = (config or {}).get("format")
     if found is None:
         return None
     if not isinstance(found, dict) or found.get("type") != "json_schema":
-        raise InvalidRequest('output_config.format.type must be "json_schema"', param="output_config")
+        kind = shown(found.get("type") if isinstance(found, dict) else found)
+        raise InvalidRequest(f'output_config.format.type must be "json_schema", not {kind}', param="output_config")
     if found.get("schema") is None:
         raise InvalidRequest("output_config.format.schema is required", param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": found.get("schema")}}

@@ -56,12 +56,14 @@ class MessageShape:
         model: the name that was asked for.
         prompt_tokens: of the whole prompt.
         request_id: for errors.
+        omits_thinking: thinking blocks come without their text.
     """
 
     id: str
     model: str
     prompt_tokens: int
     request_id: str
+    omits_thinking: bool = False
 
 
 class MessageRenderer:
@@ -114,7 +116,7 @@ class MessageRenderer:
             case TextDelta():
                 return self._piece("text", event.text) if event.text else b""
             case ReasoningDelta():
-                return self._piece("thinking", event.text)
+                return self._thinking(event.text)
             case CallStarted():
                 return self._open_call(event)
             case CallArguments():
@@ -160,7 +162,12 @@ class MessageRenderer:
         empty: dict[str, object] = {"type": kind, kind: ""}
         if kind == "thinking":
             empty["signature"] = ""
-        return before + self._open(kind, f"{kind}_delta", kind, empty) + self._delta(text)
+        return before + self._open(kind, f"{kind}_delta", kind, empty) + (self._delta(text) if text else b"")
+
+    def _thinking(self, text: str) -> bytes:
+        if not self._shape.omits_thinking:
+            return self._piece("thinking", text)
+        return (b"" if self._kind == "thinking" else self._piece("thinking", "")) + PING  # the line stays in use
 
     def _open_call(self, event: CallStarted) -> bytes:
         call_id = "toolu_" + event.id.removeprefix("call_") if event.id.startswith("call_") else event.id

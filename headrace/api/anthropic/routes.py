@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.answering import receive, streamed, whole
-from headrace.api.anthropic.chat import chat_fields
+from headrace.api.anthropic.chat import chat_fields, omits_thinking
 from headrace.api.anthropic.render import MessageRenderer, MessageShape
 from headrace.api.anthropic.schema import MessagesFields, PromptFields, count_unknown, refuse_unsupported
 from headrace.api.fields import convert
@@ -38,6 +38,7 @@ async def create_message(request: Request) -> Response:
         model=fields.model,
         prompt_tokens=len(generation.prompts[0].token_ids),
         request_id=shown_id(request.scope),
+        omits_thinking=omits_thinking(fields),
     )
     renderer = MessageRenderer(shape)
     if fields.stream:

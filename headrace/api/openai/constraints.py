@@ -158,7 +158,7 @@ def _response_format(wanted: dict[str, Any]) -> list[tuple[str, str, Any]]:
                 )
             return [("response_format", "json", form["schema"])]
     raise InvalidRequest(
-        "response_format must be an object whose type is text, json_object or json_schema",
+        f"response_format.type must be text, json_object or json_schema, not {shown(wanted.get('type'))}",
         param="response_format",
     )
 

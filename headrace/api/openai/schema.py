@@ -101,7 +101,7 @@ class CompletionFields(SamplingFields, frozen=True, kw_only=True):
 
 HINTS = frozenset({
     "metadata", "user", "store", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention",
-    "safety_identifier", "request_id",
+    "prompt_cache_options", "safety_identifier", "request_id",
 })  # fmt: skip
 
 # Known and not built.
@@ -110,7 +110,7 @@ REFUSED = frozenset({
     "reasoning", "thinking", "enable_thinking", "verbosity", "functions", "function_call",
     "audio", "modalities", "web_search_options", "suffix", "bad_words", "use_beam_search", "length_penalty",
     "early_stopping", "spaces_between_special_tokens", "documents", "chat_template", "media_io_kwargs",
-    "mm_processor_kwargs", "logits_processors", "kv_transfer_params", "vllm_xargs", "prompt_embeds",
+    "mm_processor_kwargs", "logits_processors", "kv_transfer_params", "vllm_xargs", "prompt_embeds", "moderation",
 })  # fmt: skip
 _WITHOUT_EFFECT = frozenset({"model", "stream", "stream_options"})
 _EFFECTIVE = {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__, *REFUSED} - _WITHOUT_EFFECT

@@ -48,6 +48,12 @@ def check_function(function: Mapping[str, Any], where: str, schema: str = "param
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
             raise InvalidRequest(f"{where}.{field} must be {words}, not {shown(value)}", param="tools")
+    callers = function.get("allowed_callers")
+    if callers is not None and not (isinstance(callers, list) and "direct" in callers):
+        raise InvalidRequest(
+            f'{where}.allowed_callers must have "direct", not {shown(callers)}: here only the model calls tools',
+            param="tools",
+        )
     kind_of_arguments = (function.get(schema) or {}).get("type", "object")
     if kind_of_arguments != "object":
         raise InvalidRequest(

@@ -69,6 +69,8 @@ REFUSED = frozenset({
     "conversation", "prompt", "moderation", "image", "access_programs", "background_options",
 })  # fmt: skip
 _KNOWN = frozenset({*ResponseFields.__struct_fields__, *HINTS, *REFUSED})
+# The model's template sees the reasoning items of all turns, and there is one way to run a model.
+_REASONING = {"context": ("all_turns", "auto"), "mode": ("standard",)}
 _LOGPROBS = "message.output_text.logprobs"
 # Of built-in tools and images, which no answer here has; thinking is shown in plain text.
 _EMPTY_INCLUDES = frozenset({
@@ -95,6 +97,13 @@ def refuse_unsupported(body: dict[str, Any], fields: ResponseFields) -> None:
             raise InvalidRequest(f"include {shown(name)} is not supported yet; leave it out", param="include")
         if name not in _EMPTY_INCLUDES:
             raise InvalidRequest(f"include has {shown(name)}, which is not known", param="include")
+    for name, passing in _REASONING.items():
+        value = (fields.reasoning or {}).get(name)
+        if value is not None and value not in passing:
+            raise InvalidRequest(
+                f"reasoning.{name} {shown(value)} is not supported; leave it out or use {shown(passing[-1])}",
+                param="reasoning",
+            )
     if fields.stream_options is not None:
         if not fields.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
@@ -152,8 +161,11 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 def _response_format(found: object) -> dict[str, Any] | None:
     if found is None:
         return None
-    if not isinstance(found, dict) or found.get("type") not in ("text", "json_object", "json_schema"):
-        raise InvalidRequest("text.format.type must be text, json_object or json_schema", param="text")
+    kind = found.get("type") if isinstance(found, dict) else found
+    if not isinstance(found, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest(
+            f"text.format.type must be text, json_object or json_schema, not {shown(kind)}", param="text"
+        )
     if found["type"] != "json_schema":
         return {"type": found["type"]}
     if found.get("schema") is None:
