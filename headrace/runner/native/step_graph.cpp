@@ -132,8 +132,8 @@ class StepGraph : public std::enable_shared_from_this<StepGraph> {
   }
 
   // What the recorded step read and wrote, evaluated: an input of the device, of which a replay may bring fewer
-  // elements, inputs of the host, one behind the
-  // other in `packed`, and results. `zero` is an array to hand out as the replay's mark.
+  // elements; inputs of the host, one behind the other in `packed`; and results. `zero` is an array to hand out as
+  // the replay's mark.
   void bind(const mx::array& input, const mx::array& packed, const std::vector<mx::array>& parts,
             const std::vector<mx::array>& results, const mx::array& zero) {
     CUdeviceptr at = address(packed);
