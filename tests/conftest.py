@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import scripted
+from support.narrow import products  # noqa: F401
 from support.reference import greedy_reference  # noqa: F401
 from support.server import serve, server_room, start_server  # noqa: F401
 

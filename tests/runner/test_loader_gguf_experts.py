@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError
-from headrace.runner import cpu_products, native_extension
 from headrace.runner.loader import load_model
 from headrace.runner.mlx_lm_adapter import build_model
 from headrace.runner.narrow_weights import NarrowProducts
@@ -112,11 +111,9 @@ def test_experts_of_a_file_equal_their_weights(tmp_path: Path, architecture: str
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="narrow weights of the CPU")
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("name", ["F16", "Q8_0", "Q4_0", "Q5_1"])
-def test_experts_of_a_file_stay_narrow(tmp_path: Path, architecture: str, name: str) -> None:
-    try:
-        products = NarrowProducts(cpu_products._load())
-    except native_extension.ExtensionError as error:
-        pytest.skip(f"the extension cannot be built here: {error}")
+def test_experts_of_a_file_stay_narrow(
+    tmp_path: Path, architecture: str, name: str, products: NarrowProducts
+) -> None:
     path = file_of(tmp_path / "m.gguf", architecture, QTYPE[name])
     narrow = ("packed", "plain", "experts")
     loaded = load_model(describe(path), device="cpu", narrow=narrow, products=products)
@@ -132,11 +129,7 @@ def test_experts_of_a_file_stay_narrow(tmp_path: Path, architecture: str, name: 
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="narrow weights of the CPU")
-def test_some_experts_in_a_type_that_does_not_stay_narrow(tmp_path: Path) -> None:
-    try:
-        products = NarrowProducts(cpu_products._load())
-    except native_extension.ExtensionError as error:
-        pytest.skip(f"the extension cannot be built here: {error}")
+def test_some_experts_in_a_type_that_does_not_stay_narrow(tmp_path: Path, products: NarrowProducts) -> None:
     path = file_of(tmp_path / "m.gguf", "qwen3moe", QTYPE.Q8_0, "blk.1.ffn_down_exps")
     loaded = load_model(describe(path), device="cpu", narrow=("packed", "plain", "experts"), products=products)
     kinds = [type(layer.mlp.switch_mlp) for layer in loaded.model.layers if "switch_mlp" in layer.mlp]

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner import cpu_products, native_extension
 from headrace.runner.narrow_weights import STRIP, NarrowProducts
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights of the CPU")
@@ -19,14 +18,6 @@ FORMS = [(16, 1, mx.float16), (16, 1, mx.bfloat16)] + [
     for group in (32, 64, 128)
     for scale in (mx.float16, mx.bfloat16, mx.float32)
 ]
-
-
-@pytest.fixture(scope="module")
-def products() -> NarrowProducts:
-    try:
-        return NarrowProducts(cpu_products._load())
-    except native_extension.ExtensionError as error:
-        pytest.skip(f"the extension cannot be built here: {error}")
 
 
 def weights_of(bits: int, group: int, scale: mx.Dtype, *shape: int) -> list[mx.array]:

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
 from headrace.core.memory_plan import DeviceMemory
-from headrace.runner import cpu_products, native_extension
+from headrace.runner import cpu_products
 from headrace.runner.cpu_products import NarrowChoice
 from headrace.runner.estimate import estimate
 from headrace.runner.loader import Form, LoadedModel, Plan, candidate_forms, choose_plan, load_model
@@ -37,14 +37,6 @@ pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights o
 PROMPT = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 KINDS = ("packed", "plain")
 REAL = Path(os.environ.get("HEADRACE_TEST_MODELS", "/nonexistent"))
-
-
-@pytest.fixture(scope="module")
-def products() -> NarrowProducts:
-    try:
-        return NarrowProducts(cpu_products._load())
-    except native_extension.ExtensionError as error:
-        pytest.skip(f"the extension cannot be built here: {error}")
 
 
 def both(path: Path, products: NarrowProducts, **options: Any) -> tuple[LoadedModel, LoadedModel]:

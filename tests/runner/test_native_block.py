@@ -10,7 +10,6 @@ import mlx.nn as nn
 import pytest
 from tiny_models import tiny_model
 
-from headrace.runner import cpu_products, native_extension
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.native_attention import NativeAttention
 from headrace.runner.cpu_operations import CpuOperations, load_operations
@@ -35,14 +34,6 @@ def operations() -> CpuOperations:
     if loaded is None:
         pytest.skip("the native operations cannot be built here")
     return loaded
-
-
-@pytest.fixture(scope="module")
-def products() -> NarrowProducts:
-    try:
-        return NarrowProducts(cpu_products._load())
-    except native_extension.ExtensionError as error:
-        pytest.skip(f"the extension cannot be built here: {error}")
 
 
 @pytest.fixture(autouse=True)
