@@ -4,7 +4,8 @@ A step's time is taken as  decode(rows) + unit · tokens · (1 + context / scale
 position of the tokens and scale the context at which attention costs as much as everything else. From it:
 
 - with nothing decoding, a chunk may cost as much work as ``prefill_step_size`` tokens at context 0, so that later
-  chunks of a long prompt shrink and each takes about the same time (GPU watchdogs kill long command buffers);
+  chunks of a long prompt shrink and each takes about the same time; on a slow device it ends within a second or so,
+  because whoever comes or leaves meanwhile waits for it (and GPU watchdogs kill long command buffers);
 - with streams running, the whole step also has to end within ``max_decode_stall_ms``.
 
 decode(rows) is a moving average per power of two of rows, from steps without a prefill. ``unit`` follows the last
@@ -27,6 +28,8 @@ SCALE_RANGE = (256.0, 1e6)
 SCALE_STEP = 0.2
 TELLING = 0.05  # share of the contexts' mean square that must be variance before a fit is believed
 OUTLIER = 4.0  # a step that took longer than this many times the estimate counts as that (compilation, paging)
+QUIET_STEP_S = 1.0  # a chunk with nothing decoding takes about this long at most …
+QUIET_TOKENS = 256  # … but has work for so many tokens: smaller chunks would use the device badly
 GROWTH = 2.2  # a bounded chunk is at most this many times the largest one that was measured
 FIRST_MARGIN = 1.5
 MARGIN_UP, MARGIN_DOWN = 0.5, 0.05  # steps towards a worse and towards a better ratio
@@ -119,24 +122,43 @@ class PrefillBudget:
     """Sizes the chunks of a step.
 
     Work is counted in tokens at context 0: c tokens behind s earlier ones are c · (1 + (s + c/2) / scale).
+
+    Args:
+        prefill_step_size: tokens of a step, at most.
+        max_decode_stall_ms: bound on a step's time while streams run; 0 or None: no bound.
+        block_size: positions of a KV block.
+        token_s: seconds of a prompt's token until a step has been measured; None: unknown.
     """
 
-    def __init__(self, prefill_step_size: int, max_decode_stall_ms: float | None, block_size: int) -> None:
+    def __init__(
+        self,
+        prefill_step_size: int,
+        max_decode_stall_ms: float | None,
+        block_size: int,
+        token_s: float | None = None,
+    ) -> None:
         self._step_size = prefill_step_size
         self._stall_s = max_decode_stall_ms / 1000 if max_decode_stall_ms else None
         self._block_size = block_size
+        self._first_token_s = token_s
         self.cost = StepCostModel()
 
     def work(self, decode_rows: int) -> float:
         """Work that the prefill of this step may do, in tokens at context 0."""
         full = self._step_size * (1 + self._step_size / 2 / self.cost.scale_tokens)
-        if not decode_rows or self._stall_s is None:
+        if not decode_rows:
+            return min(full, self._quiet_work())
+        if self._stall_s is None:
             return full
         token_s = self.cost.token_s
         if token_s is None:
             return float(min(self._step_size, FIRST_CHUNK_TOKENS))
         room_s = max(0.0, self._stall_s - self.cost.decode_s(decode_rows))
         return min(full, room_s / (token_s * self.cost.margin), GROWTH * self.cost.known_work)
+
+    def _quiet_work(self) -> float:
+        token_s = self.cost.token_s or self._first_token_s
+        return max(QUIET_TOKENS, QUIET_STEP_S / token_s) if token_s else math.inf
 
     def chunk(self, work: float, start: int) -> int:
         """Tokens behind ``start`` earlier ones that cost this much: the positive root of the formula for work."""

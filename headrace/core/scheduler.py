@@ -52,7 +52,9 @@ class Scheduler:
         pool_tokens = self._kv.max_tokens
         self._max_total = config.max_model_len if pool_tokens is None else min(config.max_model_len, pool_tokens)
         self._watermark = tuple(math.ceil(config.watermark * n) for n in num_blocks)
-        self._budget = PrefillBudget(config.prefill_step_size, config.max_decode_stall_ms, layout.block_size)
+        self._budget = PrefillBudget(
+            config.prefill_step_size, config.max_decode_stall_ms, layout.block_size, config.prefill_token_s
+        )
         self._roster = Roster(self._kv)
         self._waiting, self._running = self._roster.waiting, self._roster.running
         self._settling = Settling(self._roster)

@@ -24,6 +24,7 @@ class SchedulerConfig:
             number per group; None: no cap.
         watermark: share of each pool that admission leaves free while others run.
         continuous_batching: False: one request at a time.
+        prefill_token_s: seconds that a prompt's token takes, until steps tell; None: unknown.
     """
 
     max_num_seqs: int = 256
@@ -36,6 +37,7 @@ class SchedulerConfig:
     prefix_cache_max_blocks: int | tuple[int, ...] | None = None
     watermark: float = 0.01
     continuous_batching: bool = True
+    prefill_token_s: float | None = None
 
     def max_cached(self, num_groups: int) -> tuple[int | None, ...]:
         """Cap on idle cached blocks per layer group."""

@@ -157,12 +157,12 @@ def build_runner(config: EngineConfig, progress: Progress) -> BuiltRunner:
         None if prepared.recorder is None else StepGraphs(prepared.recorder, plan.fixed.step_graphs),
         choose_sampling(prepared.vocab_size, DTYPES.get(prepared.loaded.dtype, mx.float32)),
     )
-    warm_up(runner, plan, prepared.found.layout, config, progress)
+    token_s = warm_up(runner, plan, prepared.found.layout, config, progress)
     if kernels is not None:
         log.info(kernels.note())
     return BuiltRunner(
         runner,
-        _scheduler_config(config, plan, prepared),
+        _scheduler_config(config, plan, token_s),
         prepared.found.layout,
         plan.num_blocks,
         ReadyInfo(
@@ -371,7 +371,7 @@ def trained_len(files: ModelFiles) -> int:
     return 8192
 
 
-def _scheduler_config(config: EngineConfig, plan: MemoryPlan, prepared: _Prepared) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, plan: MemoryPlan, token_s: float | None) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -382,4 +382,5 @@ def _scheduler_config(config: EngineConfig, plan: MemoryPlan, prepared: _Prepare
         enable_prefix_cache=config.enable_prefix_cache,
         prefix_cache_max_blocks=plan.prefix_cache_blocks,
         continuous_batching=config.continuous_batching,
+        prefill_token_s=token_s,
     )

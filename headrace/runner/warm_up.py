@@ -6,6 +6,7 @@ each fused loop; CUDA captures graphs. Rows point into the null block, so nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from headrace.config import EngineConfig
@@ -31,13 +32,18 @@ def warm_up(
     layout: KVLayout,
     config: EngineConfig,
     progress: Callable[[str, float], None],
-) -> None:
-    """Execute one step per bucket of shapes, greedy and sampled."""
+) -> float | None:
+    """Execute one step per bucket of shapes, greedy and sampled; seconds per token of the quickest prompts."""
+    quickest = math.inf
     steps = list(_steps(layout, runner, config, plan))
     for index, output in enumerate(steps):
         progress("warming up", index / len(steps))
-        runner.launch(output).result()
+        result = runner.launch(output).result()
+        if output.prefill:
+            tokens = sum(row.num_tokens for row in output.prefill)
+            quickest = min(quickest, result.duration_s / tokens)
     runner.forget_except(set())
+    return quickest if quickest < math.inf else None
 
 
 def _steps(

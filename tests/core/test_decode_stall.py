@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from fake_runner import Engine, layout, request
 
-from headrace.core.prefill_budget import MIN_CHUNK_TOKENS
+from headrace.core.prefill_budget import MIN_CHUNK_TOKENS, QUIET_STEP_S, QUIET_TOKENS
 from headrace.core.scheduler import SchedulerConfig
 from headrace.core.step import SchedulerOutput
 
@@ -99,3 +99,24 @@ def test_a_bound_of_zero_is_no_bound() -> None:
         engine.step()
     engine.add(request("long", [9] * 1500, 1))
     assert [row.num_tokens for row in engine.step().prefill] == [1500]
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_a_newcomer_waits_for_no_long_chunk(device: Device) -> None:
+    """A long prompt is under way and nobody streams: chunks end within about a second, or are small."""
+    config = SchedulerConfig(
+        max_model_len=16_000, max_decode_stall_ms=1000 * STALL_S, prefill_token_s=device.token_s
+    )
+    engine = Engine(config, layout(16, None), (4000,))
+    engine.runner.cost_s = device.step_s
+    engine.runner.read_context = lambda row: 0  # type: ignore[method-assign]  # checked elsewhere
+    engine.add(request("long", [9] * 12_000, 1))
+    chunks = []
+    while engine.scheduler.has_work():
+        output = engine.step()
+        if output.prefill:
+            chunks.append((sum(row.num_tokens for row in output.prefill), device.step_s(output)))
+    assert sum(size for size, _ in chunks) == 12_000
+    for size, seconds in chunks:
+        assert size <= QUIET_TOKENS or seconds <= 2 * QUIET_STEP_S, (size, seconds)
+    assert max(seconds for _, seconds in chunks) > 0.5 * QUIET_STEP_S or chunks[0][0] == 2048

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.prefill_batch import PrefillBatch
-from headrace.core.prefill_budget import MIN_CHUNK_TOKENS, PrefillBudget, StepCostModel
+from headrace.core.prefill_budget import MIN_CHUNK_TOKENS, QUIET_TOKENS, PrefillBudget, StepCostModel
 
 TOKEN_S, CONTEXT_S, DECODE_S = 1e-4, 2e-8, 5e-3
 
@@ -83,3 +84,16 @@ def test_a_bound_that_is_too_tight_still_lets_prompts_in() -> None:
     budget.cost.observe(4, 64, 0.0, 0.010)
     assert budget.chunk(budget.work(decode_rows=4), 0) == MIN_CHUNK_TOKENS
     assert budget.chunk(budget.work(decode_rows=0), 0) == 2048
+
+
+@pytest.mark.parametrize(
+    ("token_s", "tokens"), [(1e-4, 2048), (2e-3, 500), (1.0, QUIET_TOKENS), (None, 2048)], ids=str
+)
+def test_a_chunk_that_nobody_streams_beside_takes_a_second(token_s: float | None, tokens: int) -> None:
+    """Known from the start or from a step; what few tokens take is taken all the same."""
+    told = PrefillBudget(2048, 250.0, 16, token_s)
+    found = PrefillBudget(2048, 250.0, 16)
+    if token_s is not None:
+        found.cost.observe(0, 512, 0.0, 512 * token_s)
+    for budget in (told, found):
+        assert 0.9 * tokens <= budget.chunk(budget.work(decode_rows=0), 0) <= tokens
