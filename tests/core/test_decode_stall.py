@@ -117,6 +117,6 @@ def test_a_newcomer_waits_for_no_long_chunk(device: Device) -> None:
         if output.prefill:
             chunks.append((sum(row.num_tokens for row in output.prefill), device.step_s(output)))
     assert sum(size for size, _ in chunks) == 12_000
-    for size, seconds in chunks[2:]:  # two are launched before one has been measured
+    for size, seconds in chunks[4:]:  # what attention costs is learnt from the first ones
         assert size <= QUIET_TOKENS or seconds <= 1.4 * QUIET_STEP_S, (size, seconds)
     assert max(seconds for _, seconds in chunks) > 0.5 * QUIET_STEP_S or chunks[0][0] == 2048
