@@ -4,8 +4,8 @@ A step's time is taken as  decode(rows) + unit · tokens · (1 + context / scale
 position of the tokens and scale the context at which attention costs as much as everything else. From it:
 
 - with nothing decoding, a chunk may cost as much work as ``prefill_step_size`` tokens at context 0, so that later
-  chunks of a long prompt shrink and each takes about the same time; on a slow device it ends within a second or so,
-  because whoever comes or leaves meanwhile waits for it (and GPU watchdogs kill long command buffers);
+  chunks of a long prompt shrink and each takes about the same time; on a slow device it ends within a second or
+  so, because whoever comes or leaves meanwhile waits for it (and GPU watchdogs kill long command buffers);
 - with streams running, the whole step also has to end within ``max_decode_stall_ms``.
 
 decode(rows) is a moving average per power of two of rows, from steps without a prefill. ``unit`` follows the last

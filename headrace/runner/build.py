@@ -232,6 +232,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     progress("checking", 0.0)
     wanted = RunnerOptions(
         compile=compiled,
+        trace_prompts=compiled and device.kind == "cuda",
         max_prefill_rows=8,
         decode_kernel=choice.kernel is not None,
     )

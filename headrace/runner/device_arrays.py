@@ -7,6 +7,7 @@ of 5 us took 27 (one H200). So constants are made by an operation of the device,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -31,8 +32,18 @@ def on_device(array: mx.array) -> mx.array:
 def sent_together(arrays: Sequence[mx.array]) -> list[mx.array]:
     """Int32 arrays of the host as parts of one array that an operation of the device makes; lazy."""
     flat = mx.concatenate([*(array.reshape(-1) for array in arrays), mx.zeros(MARK_SHAPE, mx.int32)])
-    ends = accumulate(array.size for array in arrays)
-    return [flat[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends, strict=True)]
+    return _parts(flat, [array.shape for array in arrays])
+
+
+def split_on_device(message: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    """Parts of these shapes of an int32 ``message`` of the host that an operation of the device copies; lazy."""
+    return _parts(mx.concatenate([message, mx.zeros(MARK_SHAPE, mx.int32)]), shapes)
+
+
+def _parts(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = accumulate(sizes)
+    return [flat[end - size : end].reshape(shape) for size, end, shape in zip(sizes, ends, shapes, strict=True)]
 
 
 class DeviceConstants:

@@ -165,6 +165,20 @@ class InputBatchBuilder:
             inputs += [HostInts(self._slots(group, rows, 1, num_rows)), found.tables, found.bases]
         return inputs
 
+    def prompt_inputs(self, rows: Sequence[ScheduledRow], length: int) -> list[HostInts]:
+        """What a gathering prefill forward ``[len(rows), length]`` reads.
+
+        Tokens, places of the rows' last ones, offsets, ends; per group slots, tables, bases.
+        """
+        total = len(rows)
+        last = np.array([row.num_tokens - 1 for row in rows], np.int32)
+        inputs = [HostInts(values) for values in (token_array(rows, length), last, *_bounds(rows, total))]
+        for group, kind in enumerate(self.layout.groups):
+            firsts = [self._first_position(row, kind.window) for row in rows]
+            found = self._tables(group, rows, firsts, total)
+            inputs += [HostInts(self._slots(group, rows, length, total)), found.tables, found.bases]
+        return inputs
+
     def _group(self, group: int, rows: Sequence[ScheduledRow], length: int, total: int) -> GroupBatch:
         window = self.layout.groups[group].window
         slots = mx.array(self._slots(group, rows, length, total))

@@ -30,6 +30,10 @@ class HeadSelector:
     def all_positions(self) -> None:
         self._positions, self._keeps = None, False
 
+    def take(self, positions: mx.array) -> None:
+        """Only ``positions [B]`` of each row, whatever they are when it runs."""
+        self._positions, self._keeps = positions, False
+
     def last_of(self, lengths: Sequence[int], padded: int, *, keep: bool = False) -> None:
         """Only the last real position of each row of a forward ``[len(lengths), padded]``."""
         self._keeps, self.kept = keep, None

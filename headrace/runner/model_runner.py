@@ -44,13 +44,14 @@ from headrace.runner.input_batch import (
     token_array,
 )
 from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, on_device
+from headrace.runner.layer_view import ForwardBatch, LayerView, on_device
 from headrace.runner.logits_head import HeadSelector
 from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
 from headrace.runner.sampling_batch import build_sampling_batch
 from headrace.runner.sampling_kernel import SamplingKernel
 from headrace.runner.step_graphs import STEPS_TO_SETTLE, StepGraphs
 from headrace.runner.token_feed import Newest, TokenFeed, fed_tokens, feed_of
+from headrace.runner.traced_forwards import PROMPTS_TO_TRACE, TracedForwards
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -67,7 +68,8 @@ class RunnerOptions:
     """How forwards are executed on this device.
 
     Attributes:
-        compile: trace the decode forward once per bucket of shapes (needs a gathering attention).
+        compile: trace forwards once per bucket of shapes (needs a gathering attention; ``traced_forwards.py``).
+        trace_prompts: with ``compile``, prompts' forwards as well where nothing is before them.
         materialize: the model computes attention itself; give it arrays instead of handles.
         single_rows: the model's code does not take masks of several rows; one sequence per forward.
         max_prefill_rows: prompts in one prefill forward, at most.
@@ -77,6 +79,7 @@ class RunnerOptions:
     """
 
     compile: bool
+    trace_prompts: bool = False
     materialize: bool = False
     single_rows: bool = False
     max_prefill_rows: int = 8
@@ -170,19 +173,25 @@ class ModelRunner:
         self._newest: Newest | None = None
         self._forwards: list[list[mx.array]] = []  # of the step being built, what each one gives
         self._hidden: dict[int, tuple[mx.array, int]] = {}  # likewise, see ``StepHandle``
-        self._decode_forward = mx.compile(self._decode_traced) if options.compile else None
+        windows = [group.window for group in layout.groups]
+        self._traced = TracedForwards(self._forward, selector, pool, windows) if options.compile else None
         self._graphs = graphs if options.compile and pool.in_place else None
         self._feed = TokenFeed.for_device()
 
     @property
     def compiled(self) -> bool:
-        """Whether the decode forward is traced per bucket of shapes."""
-        return self._decode_forward is not None
+        """Whether forwards are traced per bucket of shapes."""
+        return self._traced is not None
 
     @property
     def steps_to_settle(self) -> int:
         """Decode steps of a bucket of shapes until nothing about them is still being prepared."""
         return 1 if self._graphs is None else STEPS_TO_SETTLE
+
+    @property
+    def prompts_to_settle(self) -> int:
+        """The same for prompts."""
+        return 1 if self._traced is None or not self._options.trace_prompts else PROMPTS_TO_TRACE
 
     def decode_width(self, blocks: int) -> int:
         """Width of the block table of a decode forward whose longest row has ``blocks`` blocks."""
@@ -360,12 +369,17 @@ class ModelRunner:
         if len(rows) == 1 and rows[0].prompt_targets:
             return self._prefill_with_logprobs(rows[0], prompt_logprobs)
         length = max(row.num_tokens for row in rows)
+        wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
+        is_first = not wanted and not any(row.start for row in rows)
+        if self._traced is not None and self._options.trace_prompts and is_first:
+            logits = self._traced.prompt(self._inputs.prompt_inputs(rows, prefill_length(length)))
+            self._forwards.append([self._if_sampled(rows, logits)])
+            return logits
         if self._pool.head_major or self._options.materialize:
             batch = self._inputs.build(rows, length)
         else:
             length = prefill_length(length)
             batch = on_device(self._inputs.build(rows, length))
-        wanted = [(index, row.seq_id) for index, row in enumerate(rows) if row.params.embed and row.samples]
         self._selector.last_of(batch.lengths, length, keep=bool(wanted))
         logits = self._forward(mx.array(token_array(rows, length)), batch)
         given, kept = [logits], self._selector.kept
@@ -374,11 +388,13 @@ class ModelRunner:
             self._hidden.update((seq_id, (given[-1], index)) for index, seq_id in wanted)
         if logits.shape[1] > 1:  # a model without a selective head
             logits = given[0] = self._selector.select(logits)
-        if not any(row.samples for row in rows):
-            # Only KV is wanted: what the last layer makes of it is never computed.
-            given[0] = mx.depends(mx.zeros(1), self._pool.changes)
+        given[0] = self._if_sampled(rows, given[0])
         self._forwards.append(given)
         return logits[:, 0]
+
+    def _if_sampled(self, rows: Sequence[ScheduledRow], logits: mx.array) -> mx.array:
+        """``logits``; of a forward whose KV alone is wanted, its writes: the rest is never computed then."""
+        return logits if any(row.samples for row in rows) else mx.depends(mx.zeros(1), self._pool.changes)
 
     def _prefill_with_logprobs(
         self,
@@ -405,10 +421,9 @@ class ModelRunner:
 
     def _decode(self, rows: Sequence[ScheduledRow]) -> tuple[Fed, mx.array]:
         """The decode forward; the tokens it was fed ``[B]``, when they are wanted, and logits ``[B, V]``."""
-        padded = bucket(len(rows)) if self._decode_forward is not None else len(rows)
+        padded = bucket(len(rows)) if self._traced is not None else len(rows)
         newest, parts = self._newest, self._decode_parts(rows)
         if self._graphs is not None and len(parts) == 1:
-            self._selector.all_positions()
             sent = [feed_of(rows, padded, newest), *self._inputs.decode_inputs(rows, padded)]
             source = self._feed.source(newest)
             logits, self._pool.changes = self._graphs.run(self._decode_fed, source, sent, self._pool.marks)
@@ -420,31 +435,22 @@ class ModelRunner:
             ends = accumulate(map(len, parts))
             pairs = [(part, tokens[end - len(part) : end]) for part, end in zip(parts, ends, strict=True)]
             return lambda: fed, mx.concatenate([self._decode_part(part, own) for part, own in pairs])
-        self._selector.all_positions()
-        if self._decode_forward is None:
+        if self._traced is None:
+            self._selector.all_positions()
             logits = self._forward(tokens[:, None], self._inputs.build(rows, 1))[:, 0]
         else:
             sent = self._inputs.decode_inputs(rows, padded)
-            logits, self._pool.changes = self._decode_compiled(tokens, sent, self._pool.marks)
+            logits, self._pool.changes = self._traced.decode(tokens, sent, self._pool.marks)
         self._forwards.append([logits])
         return lambda: fed, logits[: len(rows)]
 
     def _decode_fed(
         self, newest: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """``_decode_compiled`` of the tokens that the first of ``inputs`` picks."""
+        """The traced forward of the tokens that the first of ``inputs`` picks."""
+        assert self._traced is not None, "only traced steps are recorded"
         feed, *others = inputs
-        return self._decode_compiled(self._feed(newest, feed.array), others, marks)
-
-    def _decode_compiled(
-        self, tokens: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
-    ) -> tuple[mx.array, list[mx.array]]:
-        """The compiled forward over what ``decode_inputs`` gives; logits and changes."""
-        assert self._decode_forward is not None
-        offsets, ends, *rest = [ints.array for ints in inputs]
-        groups = list(zip(rest[0::3], rest[1::3], rest[2::3], strict=True))
-        logits, changes = self._decode_forward(self._pool.state, marks, tokens, offsets, ends, groups)
-        return logits, changes
+        return self._traced.decode(self._feed(newest, feed.array), others, marks)
 
     def _decode_parts(self, rows: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
         """The forwards that the rows need."""
@@ -458,34 +464,6 @@ class ModelRunner:
         logits = self._forward(tokens[:, None], self._inputs.build(rows, 1))[:, 0]
         self._forwards.append([logits])
         return logits
-
-    def _decode_traced(
-        self,
-        state: list[mx.array],
-        marks: list[mx.array],
-        tokens: mx.array,
-        offsets: mx.array,
-        ends: mx.array,
-        groups: list[tuple[mx.array, mx.array, mx.array]],
-    ) -> tuple[mx.array, list[mx.array]]:
-        windows = [group.window for group in self._inputs.layout.groups]
-        batch = ForwardBatch(
-            offsets=offsets,
-            ends=ends,
-            starts=(),
-            lengths=(),
-            groups=[
-                GroupBatch(window, slots, tables=tables, bases=bases)
-                for window, (slots, tables, bases) in zip(windows, groups, strict=True)
-            ],
-        )
-        pool = self._pool
-        kept, kept_marks = pool.state, pool.marks
-        pool.state, pool.marks = state, list(marks)
-        logits = self._forward(tokens[:, None], batch)[:, 0]
-        changes = pool.changes
-        pool.state, pool.marks = kept, kept_marks
-        return logits, changes
 
     def _sample(
         self,

@@ -66,11 +66,8 @@ def _choose(
     expected = [_reference(model, selector, prompt, steps) for prompt, steps in Trial.of(vocab_size).rows]
     faults: list[str] = []
     general = replace(wanted, materialize=True, compile=False, decode_kernel=False)
-    for options in (
-        wanted,
-        general,
-        replace(general, single_rows=True),
-    ):
+    untraced = [replace(wanted, trace_prompts=False)] if wanted.trace_prompts else []
+    for options in (wanted, *untraced, general, replace(general, single_rows=True)):
         try:
             got = run_trial(model, selector, found, vocab_size, options, head_major=head_major, store=store).logits
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:

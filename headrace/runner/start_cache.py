@@ -33,7 +33,8 @@ class StartFacts(msgspec.Struct, frozen=True):
     """What is kept.
 
     Attributes:
-        materialize, single_rows, compile, decode_kernel: of the ``RunnerOptions`` that passed the self-check.
+        materialize, single_rows, compile, decode_kernel, trace_prompts: of the ``RunnerOptions`` that passed the
+            self-check.
         activation_bytes: peak of a step beyond weights and pools.
         context_bytes, query_bytes: of a model that computes attention itself (``ContextCost``), else 0.
     """
@@ -45,6 +46,7 @@ class StartFacts(msgspec.Struct, frozen=True):
     context_bytes: int = 0
     query_bytes: int = 0
     decode_kernel: bool = False
+    trace_prompts: bool = False
 
     @classmethod
     def of(cls, options: RunnerOptions, activation_bytes: int, cost: ContextCost | None = None) -> StartFacts:
@@ -57,6 +59,7 @@ class StartFacts(msgspec.Struct, frozen=True):
             context,
             query,
             options.decode_kernel,
+            options.trace_prompts,
         )
 
     @property
@@ -71,6 +74,7 @@ class StartFacts(msgspec.Struct, frozen=True):
             single_rows=self.single_rows,
             compile=self.compile,
             decode_kernel=wanted.decode_kernel and self.decode_kernel,
+            trace_prompts=wanted.trace_prompts and self.trace_prompts,
         )
 
 

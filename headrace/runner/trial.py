@@ -73,7 +73,7 @@ def run_trial(
     logits: list[list[mx.array]] = [[], []]
     first = [_row(layout, index, trial, 0, 4) for index in range(2)]
     rest = [_row(layout, index, trial, 4, len(trial.prompts[index])) for index in range(2)]
-    for rows in (first, rest):
+    for rows in (*[first] * runner.prompts_to_settle, rest):
         groups = [[row] for row in rows] if options.single_rows else [rows]
         found_logits = mx.concatenate([runner.prefill_logits(group) for group in groups])
         mx.eval(found_logits, pool.changes)

@@ -57,7 +57,8 @@ def _steps(
             0, decode=tuple(_row(layout, 0, 1, params) for _ in range(min(2, config.max_num_seqs)))
         )
     for count, length in planned_shapes(min(config.prefill_step_size, longest - 1)):
-        yield SchedulerOutput(0, prefill=tuple(_row(layout, 0, length, GREEDY) for _ in range(count)))
+        for _ in range(runner.prompts_to_settle):
+            yield SchedulerOutput(0, prefill=tuple(_row(layout, 0, length, GREEDY) for _ in range(count)))
     if not runner.compiled:
         return
     blocks = range(1, -(-longest // layout.block_size) + 1)

@@ -33,6 +33,7 @@ from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
 from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.kv_pool import KVPool, LayerShape
 from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
+from headrace.runner.model_runner import RunnerOptions
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.product_choice import SmallRowsKernel
 from headrace.runner.row_operations import RowKernels
@@ -272,8 +273,9 @@ def test_a_layer_of_a_prompt_is_nine_operations(
 
 
 @pytest.mark.parametrize("samples", [True, False])
+@pytest.mark.parametrize("traced", [False, True])
 def test_a_chunk_that_is_not_the_last_ends_with_the_write(
-    samples: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    samples: bool, traced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its last layer norm, product and write are computed, nothing behind them."""
     model = model_with("llama")
@@ -288,11 +290,17 @@ def test_a_chunk_that_is_not_the_last_ends_with_the_write(
         block = FusedBlock(layer, attention, feed_forward, SmallRowsKernel(plain_product), rotate)
         block.prompts, layers[index] = True, block
     runner, layout = make_runner(
-        model, vocab_size=VOCAB, head_major=False, store=PoolStore(counted_kernel, CUDA_NAMES)
+        model,
+        vocab_size=VOCAB,
+        head_major=False,
+        options=RunnerOptions(compile=traced, trace_prompts=traced),
+        store=PoolStore(counted_kernel, CUDA_NAMES),
     )
     row = Driver(runner, layout, 400).add(list(range(1, 300)), SamplingParams(max_tokens=1, temperature=0.0))
     chunk = msgspec.structs.replace(Driver(runner, layout, 400).row(row, 200), samples=samples)
-    runner.prefill_logits([chunk])
+    for _ in range(3 if traced else 1):
+        mx.eval(runner._pool.changes)
+        runner.prefill_logits([chunk])
     computed, _ = operations(runner._forwards[-1][0], tmp_path)
     products = computed["Matmul"] + computed["AddMM"] - 2 * computed["Softmax"]
     assert computed["Softmax"] == len(layers) - (not samples)
