@@ -6,12 +6,12 @@ for each token of the largest prefill chunk. It was fitted to peaks measured on 
 
 - Dense layers: eight rows of the hidden size, five of the intermediate size and two of the attention's width.
 - Experts over narrow weights (CPU): MLX makes arrays of about four layers before the first of them is computed.
-  Each has four rows of the hidden size (attention's sum, its norm, the mixture, its sum), three of a value for
-  each expert (logits, shares, their order) and six of one for each choice; shared experts add three rows of their
-  width in all. Beside these are two rows of the hidden size, and attention's queries, result, keys and values.
+  Each has five rows of the hidden size (attention's sum, its norm, the mixture, its sum, and one to spare, as how
+  far MLX runs ahead differs), three of a value for each expert (logits, shares, their order) and six of one for
+  each choice; shared experts add three rows of their width in all. Beside these are two rows of the hidden size, and attention's queries, result, keys and values.
   What the mixture keeps between its products is a line of its own.
 - Experts of MLX's own operations: for each choice five rows of the hidden size and six of the experts' width, with
-  nine of the hidden size and of a value for each expert beside the same as above. Not measured on a GPU.
+  eleven of the hidden size and of a value for each expert beside the same as above. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def _token_values(fields: dict[str, Any], model: nn.Module, plan: Plan) -> int:
     pairs = (_most(fields.get("num_key_value_heads")) or heads) * attention // max(heads, 1)
     beside = 2 * hidden + 2 * attention + 2 * pairs + 3 * experts.shared
     if plan.experts == "narrow":
-        values = 4 * (4 * hidden + 3 * experts.count + 6 * experts.choices) + beside
+        values = 4 * (5 * hidden + 3 * experts.count + 6 * experts.choices) + beside
     else:
-        values = experts.choices * (5 * hidden + 6 * experts.inner) + 9 * (hidden + experts.count) + beside
+        values = experts.choices * (5 * hidden + 6 * experts.inner) + 11 * (hidden + experts.count) + beside
     return max(values, dense) if experts.beside_dense else values
 
 

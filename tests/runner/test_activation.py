@@ -15,12 +15,12 @@ from headrace.runner import activation, build
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's largest chunk is run itself")
 
-CHUNK = 512
-NOTHING = "nothing"
+CHUNK = 2048
+Measure = Callable[[], int]
 
 
 @pytest.fixture(scope="module")
-def measure(scripted_folder: Callable[[str], Path]) -> Callable[[], int]:
+def measure(scripted_folder: Callable[[str], Path]) -> Measure:
     config = EngineConfig(model=str(scripted_folder("plain")))
     prepared = build._prepare(config, describe(config.model), build.read_device(), lambda stage, fraction: None)
 
@@ -41,23 +41,32 @@ def measure(scripted_folder: Callable[[str], Path]) -> Callable[[], int]:
 
 
 @pytest.fixture(scope="module")
-def taken(measure: Callable[[], int]) -> int:
-    """What a chunk of that size really takes, the most of several."""
+def taken(measure: Measure) -> int:
+    """What the chunk itself takes, the most of several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation, "_CPU_CHUNKS", (32, CHUNK))
+        patch.setattr(activation, "_CHUNK_S", 1e9)
         return max(measure() for _ in range(3))
 
 
-@pytest.mark.parametrize("reading", [NOTHING, 0, 1, 2, 3])
-@pytest.mark.parametrize("factor", [0.3, 3.0])
-def test_one_odd_reading_makes_no_small_plan(
-    measure: Callable[[], int], taken: int, monkeypatch: pytest.MonkeyPatch, reading: int | str, factor: float
+@pytest.mark.parametrize("seconds", [0.0, 0.05, activation._CHUNK_S], ids=["small", "medium", "usual"])
+def test_the_line_through_smaller_chunks_meets_the_large_one(
+    measure: Measure, taken: int, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
+    monkeypatch.setattr(activation, "_CHUNK_S", seconds)
+    assert 0.8 * taken < measure() < 1.5 * taken
+
+
+@pytest.mark.parametrize("reading", range(5))
+@pytest.mark.parametrize("seconds", [0.05, 1e9], ids=["line", "itself"])
+def test_one_odd_reading_makes_no_small_plan(
+    measure: Measure, taken: int, monkeypatch: pytest.MonkeyPatch, reading: int, seconds: float
+) -> None:
+    """Of the first chunk's, the two smaller ones' and the two larger ones' (or the chunk's own)."""
     usual, calls = activation._peak, count()
 
     def peak(*words: object) -> int:
-        return int(usual(*words) * (factor if next(calls) == reading else 1))
+        return int(usual(*words) * (0.3 if next(calls) == reading else 1))
 
     monkeypatch.setattr(activation, "_peak", peak)
-    odd = reading != NOTHING and (factor > 1) == (reading in (1, 3))
-    assert 0.8 * taken < measure() < (5 if odd else 1.3) * taken
+    monkeypatch.setattr(activation, "_CHUNK_S", seconds)
+    assert 0.8 * taken < measure() < 1.7 * taken
