@@ -8,8 +8,9 @@ for each token of the largest prefill chunk. It was fitted to peaks measured on 
 - Experts over narrow weights (CPU): MLX makes arrays of about four layers before the first of them is computed.
   Each has five rows of the hidden size (attention's sum, its norm, the mixture, its sum, and one to spare, as how
   far MLX runs ahead differs), three of a value for each expert (logits, shares, their order) and six of one for
-  each choice; shared experts add three rows of their width in all. Beside these are two rows of the hidden size, and attention's queries, result, keys and values.
-  What the mixture keeps between its products is a line of its own.
+  each choice; shared experts add three rows of their width in all. Beside these are two rows of the hidden size,
+  and attention's queries, result, keys and values. What the mixture keeps between its products is a line of its
+  own.
 - Experts of MLX's own operations: for each choice five rows of the hidden size and six of the experts' width, with
   eleven of the hidden size and of a value for each expert beside the same as above. Not measured on a GPU.
 """
