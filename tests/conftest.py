@@ -11,6 +11,8 @@ from support.narrow import products  # noqa: F401
 from support.reference import greedy_reference  # noqa: F401
 from support.server import serve, server_room, start_server  # noqa: F401
 
+from headrace.files import cache_folder
+
 
 @pytest.fixture(scope="session")
 def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -21,4 +23,14 @@ def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         path = root / variant
         return path if path.exists() else scripted.build(path, scripted.VARIANTS[variant])
 
+    return folder
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, empty but for native operations: building them takes half a minute."""
+    folder = tmp_path / "own-cache"
+    folder.mkdir(mode=0o700)
+    (folder / "extensions").symlink_to(cache_folder("extensions"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(folder))
     return folder

@@ -20,13 +20,12 @@ from headrace.cli.main import main
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def remote(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A sharded checkpoint on a stub hub; the cache folder is the test's own."""
     from huggingface_hub import constants
 
     folder = write_checkpoint(tmp_path / "source", shards=2)
     repository = Repository({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     with hub(repository) as endpoint:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(
@@ -138,7 +137,7 @@ def test_inspect_of_a_hub_id_fetches_no_weights(remote: Repository, capsys: pyte
 
 
 def test_acquire_prints_where_the_model_is_and_inspect_names_its_source(
-    remote: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    remote: Repository, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "models" / "it"
     assert main(["model", "acquire", "owner/model", "--target-dir", str(target)]) == 0
@@ -148,11 +147,11 @@ def test_acquire_prints_where_the_model_is_and_inspect_names_its_source(
     report = _inspected(capsys, str(target))
     assert (report["source"], report["revision"]) == ("owner/model", REVISION)
     assert main(["model", "acquire", "owner/model"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'cache' / 'models' / 'owner--model'}\n"
+    assert capsys.readouterr().out == f"{own_cache / 'models' / 'owner--model'}\n"
 
 
 def test_faults_are_one_line_and_leave_nothing(
-    remote: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    remote: Repository, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "models" / "it"
     remote.faults["model-00002-of-00002.safetensors"] = "html"

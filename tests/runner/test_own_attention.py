@@ -96,7 +96,7 @@ def serve(built: BuiltRunner, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("single_rows", [True, False])
 def test_long_contexts_stay_within_the_plan(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, single_rows: bool
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, own_cache: Path, single_rows: bool
 ) -> None:
     folder = checkpoint("llama")
 
@@ -105,7 +105,6 @@ def test_long_contexts_stay_within_the_plan(
         return replace(wanted, materialize=True, compile=False, single_rows=single_rows)
 
     monkeypatch.setattr(builder, "choose_options", choose)
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(context_scratch, "WISHED_QUERIES", 4)
     monkeypatch.setitem(context_scratch.TARGET_BYTES, "cpu", SCRATCH)
     built = build(folder)
@@ -150,7 +149,7 @@ def test_a_plan_without_weights_counts_it_too(
 
 
 def test_soft_caps_are_computed_in_place(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = describe(str(checkpoint("gemma2")))
     config = EngineConfig(model=str(files.path), max_num_seqs=SEQS, max_model_len=LONG)
@@ -159,7 +158,6 @@ def test_soft_caps_are_computed_in_place(
         for kind in ("cpu", "metal")
     }
     assert found["cpu"] is None and found["metal"] is None
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     built = build(files.path)
     assert "computes its own" not in built.ready_info.attention
     prompts = [[5, 3, 1] * 20, [2] * 7]

@@ -19,8 +19,7 @@ from headrace.runner.start_cache import StartCache, StartFacts, start_key
 
 
 @pytest.fixture
-def model(scripted_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+def model(scripted_folder: Callable[[str], Path], tmp_path: Path, own_cache: Path) -> Path:
     return Path(shutil.copytree(scripted_folder("plain"), tmp_path / "model"))
 
 
