@@ -99,8 +99,7 @@ def check(model: Any, vocab_size: int, tokens: list[int], prompt: int, head_majo
         assert worst < SPREAD, (start, end, worst)
 
 
-@pytest.mark.parametrize("head_major", [True, False])
-@pytest.mark.parametrize("window", [511, 512])
+@pytest.mark.parametrize(("window", "head_major"), [(511, True), (512, True), (512, False)])
 def test_a_tiny_model_of_gemma3s_form(monkeypatch: pytest.MonkeyPatch, window: int, head_major: bool) -> None:
     shape = {"sliding_window": window, "sliding_window_pattern": 3, "num_hidden_layers": 6}
     monkeypatch.setitem(
