@@ -230,16 +230,7 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
     selector, _ = substitute_head(model)
     vocab_size = _vocab_size(model, selector)
     progress("checking", 0.0)
-    wanted = RunnerOptions(
-        compile=compiled,
-        trace_prompts=compiled and device.kind == "cuda",
-        max_prefill_rows=8,
-        decode_kernel=choice.kernel is not None,
-    )
-    if wanted.compile and head_major and not wanted.decode_kernel:
-        raise StartupError(
-            "a compiled decode step needs native attention, which this machine has not: drop compile"
-        )
+    wanted = _wanted_options(device, compiled=compiled, has_kernel=choice.kernel is not None)
     cache = StartCache(start_key(files, config, device, wanted, loaded.weights_bytes, bound))
     known = cache.read()
     if known is None:
@@ -261,6 +252,20 @@ def _prepare(config: EngineConfig, files: ModelFiles, device: Device, progress: 
         attention += "; decode steps are recorded and replayed"
     return _Prepared(
         loaded, found, selector, options, vocab_size, head_major, attention, store, recorder, cache, known
+    )
+
+
+def _wanted_options(device: Device, *, compiled: bool, has_kernel: bool) -> RunnerOptions:
+    """Raises StartupError: a step cannot be compiled here."""
+    if compiled and device.kind == "cpu" and not has_kernel:
+        raise StartupError(
+            "a compiled decode step needs native attention, which this machine has not: drop compile"
+        )
+    return RunnerOptions(
+        compile=compiled,
+        trace_prompts=compiled and device.kind == "cuda",
+        max_prefill_rows=8,
+        decode_kernel=has_kernel,
     )
 
 
