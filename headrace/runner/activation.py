@@ -6,7 +6,7 @@ extrapolated on the line through them.
 
 On the CPU arrays are freed by the thread that computes. A peak is as high as it gets when MLX runs ahead of that
 thread, as it does in any large chunk; in one of a few milliseconds, on a busy machine, it may not, and a third of
-the peak is found. So chunks are chosen that take a while, each is tried twice, and the steeper line counts.
+the peak is found. So chunks are chosen that take a while, each is tried thrice, and the steepest line counts.
 
 The sampler's rows of logits are added by formula. Attention's scratch is a line of its own in the memory plan
 (``attention/reference.py``); a chunk's peak has some of it too.
@@ -32,7 +32,7 @@ from headrace.runner.pool_store import Store
 _TIMED_TOKENS = 32
 _LEAST_TOKENS = 96
 _CHUNK_S = 0.3
-_TRIES = 2
+_TRIES = 3
 _SLOW_S = 1.0  # for the timed tokens: from here on each operation takes long
 # float32 arrays of [rows, vocabulary] alive at once while rows are sampled with noise and truncation.
 _SAMPLER_ARRAYS = 5
