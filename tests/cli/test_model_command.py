@@ -151,7 +151,7 @@ def test_acquire_prints_where_the_model_is_and_inspect_names_its_source(
 
 
 def test_faults_are_one_line_and_leave_nothing(
-    remote: Repository, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+    remote: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "models" / "it"
     remote.faults["model-00002-of-00002.safetensors"] = "html"
