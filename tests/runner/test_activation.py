@@ -8,10 +8,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.activations import activations_of
 
-from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
-from headrace.runner import activation, build
+from headrace.runner import activation
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's largest chunk is run itself")
 
@@ -21,23 +21,7 @@ Measure = Callable[[], int]
 
 @pytest.fixture(scope="module")
 def measure(scripted_folder: Callable[[str], Path]) -> Measure:
-    config = EngineConfig(model=str(scripted_folder("plain")))
-    prepared = build._prepare(config, describe(config.model), build.read_device(), lambda stage, fraction: None)
-
-    def measured() -> int:
-        return activation.measure_activation_bytes(
-            prepared.loaded.model,
-            prepared.selector,
-            prepared.found,
-            prepared.vocab_size,
-            prepared.options,
-            head_major=True,
-            chunk=CHUNK,
-            max_rows=1,
-            store=prepared.store,
-        )
-
-    return measured
+    return activations_of(EngineConfig(model=str(scripted_folder("plain"))), CHUNK)
 
 
 @pytest.fixture(scope="module")

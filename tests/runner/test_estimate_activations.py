@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from support.activations import activations_of
 
 from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
 from headrace.core.memory_plan import DeviceMemory
-from headrace.runner import activation, build, cpu_products
-from headrace.runner.activation import measure_activation_bytes
+from headrace.runner import activation, cpu_products
 from headrace.runner.estimate import estimate
 from headrace.runner.substitutions import native_block
 
@@ -60,21 +60,8 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
 
 def measured(config: EngineConfig) -> int:
     """As a start does, but of the chunk itself, and the most of some tries: MLX runs ahead by more or less."""
-    prepared = build._prepare(config, describe(config.model), build.read_device(), lambda stage, fraction: None)
-    return max(
-        measure_activation_bytes(
-            prepared.loaded.model,
-            prepared.selector,
-            prepared.found,
-            prepared.vocab_size,
-            prepared.options,
-            head_major=True,
-            chunk=CHUNK,
-            max_rows=1,
-            store=prepared.store,
-        )
-        for _ in range(2)
-    )
+    measure = activations_of(config, CHUNK)
+    return max(measure() for _ in range(2))
 
 
 @pytest.mark.parametrize("name", MODELS)
