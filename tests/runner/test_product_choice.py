@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import pytest
 from headrace.runner import product_choice
 from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
-from headrace.runner.small_rows import Dense, Form, Product, Way, plain_product
+from headrace.runner.small_rows import Dense, Form, Product, Way, largest_difference, plain_product
 from headrace.runner.small_rows_tiling import Staged, Tiling
 from headrace.runner.timing import Cost
 
@@ -72,6 +73,27 @@ def test_prompts_take_no_clusters() -> None:
         taken.clear()
         assert mx.array_equal(products(x, product), products.in_prompts(x, product))
         assert taken == expected
+
+
+def test_layers_of_zeros_are_no_fault() -> None:
+    """A pruned layer's products are compared like any other's, and right ones are used."""
+    layers = [(Dense(mx.zeros((64, 64), mx.bfloat16)), None)] * 2
+    products = SmallRowsKernel(plain_product)
+    products.measure(layers)
+    assert products.faults == []
+    assert all(key in products._costs for key in products._chosen)
+    wrong = SmallRowsKernel(lambda x, product: plain_product(x, product) + 1)
+    wrong.measure(layers)
+    assert wrong.faults
+    assert set(wrong._chosen.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "worst"),
+    [(0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (1.0, 2.0, 0.5), (math.nan, 0.0, math.nan)],
+)
+def test_differences_are_shares_of_the_largest_value(got: float, expected: float, worst: float) -> None:
+    assert largest_difference(mx.array([0.0, got]), mx.array([0.0, expected])) == pytest.approx(worst, nan_ok=True)
 
 
 def test_what_a_layer_takes_has_the_last_word() -> None:
