@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import kernel_table
 from decode_report import Budget, Cell, Grid
 from gpu_decode import SPARE_BYTES, HeadraceStep, device_bytes, prepare
-from model_shapes import random_model, weight_bytes
+from model_shapes import held_packed, random_model, weight_bytes
 from shapes import SHAPES
 from simulate import fake_result
 
@@ -54,6 +54,7 @@ from headrace.request import EngineRequest
 from headrace.runner import model_runner
 from headrace.runner.kv_layout import read_layout
 from headrace.runner.model_runner import RunnerOptions
+from headrace.runner.sampling_check import choose_sampling
 
 
 def on_gpu() -> bool:
@@ -113,15 +114,18 @@ def host_us(bench: HeadraceStep, steps: int) -> dict[str, float]:
     places = [
         (bench, "launch", "rows of the step (this script), launch"),
         (runner._inputs, "build", "build inputs"),
-        (runner, "_decode_tokens", "input tokens"),
+        (runner._inputs, "decode_inputs", "build inputs"),
+        (model_runner, "feed_of", "input tokens"),
+        (model_runner, "fed_tokens", "input tokens"),
         (runner, "_forward", "graph building, not compiled"),
         (runner, "_sample", "sampling graph"),
         (mx, "async_eval", "start (async_eval)"),
         (mx, "eval", "wait (eval)"),
-        (model_runner, "_to_host", "read tokens"),
+        (runner, "read", "read results, and wait for them"),
+        (model_runner, "_to_host", "results of the rows"),
     ]
-    if runner._decode_forward is not None:
-        places.append((runner, "_decode_forward", "graph building, compiled call"))
+    if runner._traced is not None:
+        places.append((runner._traced, "decode", "graph building, compiled call"))
     if runner._graphs is not None:
         places.append((runner._graphs, "run", "recorded step: inputs, launch"))
     with watches.on(places):
@@ -226,7 +230,8 @@ def report_device(trace: dict[str, Any] | str, steps: int, most: int) -> Cell:
 def measure(model: Any, rows: int, context: int, args: argparse.Namespace) -> Cell:
     steps = args.steps
     options = RunnerOptions(compile=on_gpu() and not args.no_compile, max_prefill_rows=1)
-    bench = HeadraceStep(model, rows, context, 6 * steps + 8, options)
+    sampling = choose_sampling(int(model(mx.zeros((1, 1), mx.int32)).shape[-1]))
+    bench = HeadraceStep(model, rows, context, 6 * steps + 8, options, sampling)
     bench.run(steps)
     wall_us = min(bench.run(steps), bench.run(steps)) * 1e6
     host = host_us(bench, steps)
@@ -243,14 +248,16 @@ def measure(model: Any, rows: int, context: int, args: argparse.Namespace) -> Ce
     return {"wall_us": round(wall_us, 1), "host_us": {k: round(v, 1) for k, v in host.items()}, **device}
 
 
-def shape(name: str, args: argparse.Namespace, budget: Budget, cells: list[Cell]) -> None:
-    model = random_model(name)
+def shape(name: str, bits: int, args: argparse.Namespace, budget: Budget, cells: list[Cell]) -> None:
+    model = random_model(name, bits=bits)
+    if bits < 16 and on_gpu() and not mx.metal.is_available():
+        model = held_packed(model, both=True)
     kernel = prepare(model)
-    print(f"{name}: {kernel}, {budget.used_s:.0f} s", flush=True)
+    print(f"{name}, {bits} bits: {kernel}, {budget.used_s:.0f} s", flush=True)
     memory = device_bytes()
     for rows, context in Grid.parse(args.rows, args.context).cells(budget):
-        print(f"\n## {name}, {rows} rows, context {context}", flush=True)
-        cell: Cell = {"shape": name, "rows": rows, "context": context, "attention": kernel}
+        print(f"\n## {name}, {bits} bits, {rows} rows, context {context}", flush=True)
+        cell: Cell = {"shape": name, "bits": bits, "rows": rows, "context": context, "attention": kernel}
         kv = read_layout(model, 32).layout.bytes_per_token * rows * (context + 6 * args.steps + 64)
         needed = weight_bytes(model) + kv + SPARE_BYTES
         if memory is not None and needed > memory:
@@ -272,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shapes", default="llama-1b,llama-8b", help=",".join(SHAPES))
+    add("--bits", default="16", help="of the weights; below 16 both forms are held on CUDA, as by the server")
     add("--rows", default="1,32,128")
     add("--context", default="256,2048")
     add("--steps", type=int, default=20)
@@ -281,11 +289,11 @@ def main() -> None:
     add("--json", metavar="FILE", help="written after every cell")
     args = parser.parse_args()
     budget, cells = Budget.starting_now(args.budget), list[Cell]()
-    shapes = args.shapes.split(",")
-    for done, name in enumerate(shapes):
-        part = budget.part(len(shapes) - done)
+    forms = [(name, int(bits)) for name in args.shapes.split(",") for bits in args.bits.split(",")]
+    for done, (name, bits) in enumerate(forms):
+        part = budget.part(len(forms) - done)
         if not part.is_over:
-            shape(name, args, part, cells)
+            shape(name, bits, args, part, cells)
             gc.collect()
             mx.clear_cache()
     if budget.is_limited:
