@@ -22,6 +22,9 @@ from headrace.runner.row_operations import MLX_ROWS, RowOperations
 from headrace.runner.small_rows import Norm, Product
 from headrace.runner.small_rows_tiling import BLOCK_ROWS, Staged, Tiling, bounds, staged_tilings, tilings
 
+# Parts of a kernel that are no inputs of its.
+_WITHOUT_ARRAY = ("GATE", "PACKED", "SHARED_INPUTS")
+
 
 class KernelProducts:
     """``Products`` by the CUDA kernel, for what ``takes`` says; compiled forms are made as they are needed.
@@ -51,12 +54,16 @@ class KernelProducts:
             "RESIDUAL": residual,
         }
         given = {name: array for name, array in extra.items() if array is not None}
-        parts = (*given, *(["GATE"] if gated else []), *([] if packed is None else ["PACKED"]))
+        shared = isinstance(tiling, Tiling) and tiling.shared > 0
+        others = {"GATE": gated, "PACKED": packed is not None, "SHARED_INPUTS": shared}
+        parts = (*given, *(name for name, wanted in others.items() if wanted))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         constants = tiling.constants
         if isinstance(tiling, Tiling):
             eps = 0.0 if norm is None else norm.eps
             constants = [*constants, ("EPS", int(np.float32(eps).view(np.int32)))]
+            if shared:
+                constants += [("SHARED", tiling.shared), ("INNER", dense.shape[1])]
         blocks = tiling.blocks(x.shape[0], outputs)
         anew = self._anew if tiling.is_cluster else None
         if anew is not None:
@@ -91,7 +98,7 @@ class KernelProducts:
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
             weights = ["w", "scales", "biases"] if "PACKED" in parts else ["w"]
-            names = [part.lower() for part in parts if part not in ("GATE", "PACKED")]
+            names = [part.lower() for part in parts if part not in _WITHOUT_ARRAY]
             if isinstance(tiling, Staged):
                 name, body, header = (
                     "staged_rows",

@@ -239,7 +239,12 @@ BODY = """
   constexpr bool NORMED = false;
   const T* gains = x;
 #endif
-#ifdef PACKED
+#ifdef SHARED_INPUTS
+  __shared__ uint4 shared_inputs[SharedInputs<BITS, SHARED, INNER>::SIZE];
+  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP, SHARED, INNER>(
+      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp, shared_inputs,
+      x + size_t(row0) * K, M);
+#elif defined(PACKED)
   accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
       total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);
 #else

@@ -26,6 +26,8 @@ MANY_OUTPUTS = 16384
 # Shared memory of a multiprocessor (compute capability 9.0), and blocks that can be a cluster everywhere.
 SHARED_BYTES = 228 << 10
 MOST_SPLITS = 8
+# Inputs in shared memory, of a block that asks for no more than every device has; the sums need the rest.
+MOST_SHARED_BYTES = 28 << 10
 # Blocks of so few, such as those of an expert router, are narrow and share the inner dimension among many warps.
 FEW_OUTPUTS = 1024
 
@@ -41,6 +43,8 @@ class Tiling:
         deep: chunks of weights that are loaded at once.
         resident: blocks that share a multiprocessor; None: as many as registers allow, see ``bounds``.
         apart: whether the norm is an operation of its own.
+        shared: most rows whose inputs wait in shared memory, of which there are no more then; 0: they do not.
+            Over packed weights only, with one tile of rows.
     """
 
     tiles: int
@@ -49,6 +53,7 @@ class Tiling:
     deep: int
     resident: int | None = None
     apart: bool = False
+    shared: int = 0
 
     @property
     def is_cluster(self) -> bool:
@@ -76,7 +81,7 @@ class Tiling:
 
     def __str__(self) -> str:
         parts = (self.tiles, self.wide, self.warps, self.deep, self.resident or "-")
-        return "/".join(map(str, parts)) + (" apart" if self.apart else "")
+        return "/".join(map(str, parts)) + " apart" * self.apart + f" shared {self.shared}" * bool(self.shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -557,7 +557,9 @@ def check_blocks(name: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", default="checks,blocks,experts,times", help="checks, blocks, experts, times, sweep, staged"
+        "--only",
+        default="checks,blocks,experts,times",
+        help="checks, blocks, experts, times, sweep, staged",
     )
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--blocks", default="llama-1b,qwen3-0.6b,qwen2.5-1.5b,qwen3-30b-a3b")
