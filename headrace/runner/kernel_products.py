@@ -19,7 +19,7 @@ from headrace.runner.kernel_language import cuda_kernel, multiplies_by_warpgroup
 from headrace.runner.packed_rows_source import PACKED_PRODUCT
 from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.row_operations import MLX_ROWS, RowOperations
-from headrace.runner.small_rows import Norm, Product
+from headrace.runner.small_rows import Dense, Norm, Product
 from headrace.runner.small_rows_tiling import BLOCK_ROWS, Staged, Tiling, bounds, staged_tilings, tilings
 
 # Parts of a kernel that are no inputs of its.
@@ -54,8 +54,8 @@ class KernelProducts:
             "RESIDUAL": residual,
         }
         given = {name: array for name, array in extra.items() if array is not None}
-        shared = isinstance(tiling, Tiling) and tiling.shared > 0
-        others = {"GATE": gated, "PACKED": packed is not None, "SHARED_INPUTS": shared}
+        shared = tiling.shared if isinstance(tiling, Tiling) and packed is not None else 0
+        others = {"GATE": gated, "PACKED": packed is not None, "SHARED_INPUTS": shared > 0}
         parts = (*given, *(name for name, wanted in others.items() if wanted))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         constants = tiling.constants
@@ -63,12 +63,12 @@ class KernelProducts:
             eps = 0.0 if norm is None else norm.eps
             constants = [*constants, ("EPS", int(np.float32(eps).view(np.int32)))]
             if shared:
-                constants += [("SHARED", tiling.shared), ("INNER", dense.shape[1])]
+                constants += [("SHARED", shared), ("INNER", dense.shape[1])]
         blocks = tiling.blocks(x.shape[0], outputs)
         anew = self._anew if tiling.is_cluster else None
         if anew is not None:
             x = anew(x)
-        y: mx.array = self._kernel(parts, tiling)(
+        y: mx.array = self._kernel(parts, tiling, _shared_bytes(tiling, dense))(
             inputs=[x, *weights, *given.values()],
             template=[("T", x.dtype), *constants, *([] if packed is None else packed_constants(packed))],
             grid=(blocks[0] * tiling.threads, *blocks[1:]),
@@ -93,8 +93,8 @@ class KernelProducts:
             found = [*([] if staged and rows > BLOCK_ROWS else found), *staged]
         return found
 
-    def _kernel(self, parts: tuple[str, ...], tiling: Tiling | Staged) -> Any:
-        key = tiling.limits, *parts
+    def _kernel(self, parts: tuple[str, ...], tiling: Tiling | Staged, shared_bytes: int) -> Any:
+        key = tiling.limits, shared_bytes, *parts
         if key not in self._made:
             defines = "".join(f"#define {part}\n" for part in parts)
             weights = ["w", "scales", "biases"] if "PACKED" in parts else ["w"]
@@ -114,9 +114,16 @@ class KernelProducts:
                 output_names=["y"],
                 source=body,
                 header=defines + header,
-                shared_memory=tiling.limits.shared_bytes if isinstance(tiling, Staged) else 0,
+                shared_memory=shared_bytes,
             )
         return self._made[key]
+
+
+def _shared_bytes(tiling: Tiling | Staged, dense: Dense) -> int:
+    """What a launch asks for."""
+    if isinstance(tiling, Staged):
+        return tiling.limits.shared_bytes
+    return 0 if dense.packed is None else tiling.shared_bytes(dense.shape[1], dense.packed.bits)
 
 
 def _takes_norm(norm: Norm, dtype: mx.Dtype) -> bool:

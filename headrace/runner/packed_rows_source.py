@@ -45,6 +45,11 @@ DEVICE unsigned masked(unsigned x, unsigned mask, unsigned with) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
   return y;
 }
+// Shared memory that the launch asks for; COUNT pieces of it are used.
+template <int COUNT> DEVICE uint4* shared_pieces() {
+  extern __shared__ __align__(1024) uint4 storage[];
+  return storage;
+}
 DEVICE unsigned rounded(float low, float high) {
   unsigned y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -192,14 +197,14 @@ DEVICE float share_inputs(uint4* shared, const T* x, int M, const T* norm) {
   __syncthreads();
   return threadIdx.x % 32 == 0 ? squares : 0.0f;
 }
-// SHARED: rows in shared memory, of INNER values; M: those that there are. 0: every lane reads its inputs itself.
+// SHARED: rows in shared memory, of INNER values; M: those that there are, at x. 0: lanes read inputs themselves.
 template <typename T, int BITS, int GROUP, bool WHOLE, int W, int MT, int NT, bool NORMED, int DEEP,
           int SHARED = 0, int INNER = 32>
 DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
                               const unsigned* const (&words)[NT], const unsigned short* const (&scales)[NT],
                               const unsigned short* const (&biases)[NT], const T* const (&inputs)[MT],
-                              const bool (&real)[MT], const T* norm, int K, int warp, uint4* shared = nullptr,
-                              const T* x = nullptr, int M = 0) {
+                              const bool (&real)[MT], const T* norm, int K, int warp, const T* x = nullptr,
+                              int M = 0) {
   constexpr int CODES = 128 / BITS;
   constexpr int PARTS = CODES / 8;
   constexpr int TOGETHER = MT <= 2 ? PARTS : 1;
@@ -234,11 +239,13 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
     }
   }
   float shared_squares = 0.0f;
-  const uint4* shared_at = shared;
+  const uint4* shared_at = nullptr;
   const int row = SHARED > 1 ? threadIdx.x % 32 / 4 : 0;
   if constexpr (SHARED > 0) {
+    using Sizes = SharedInputs<BITS, SHARED, INNER>;
+    uint4* shared = shared_pieces<Sizes::SIZE>();
     shared_squares = share_inputs<T, BITS, SHARED, INNER, W, NORMED>(shared, x, M, norm);
-    shared_at += row * SharedInputs<BITS, SHARED, INNER>::PIECES + warp * CODES / 2 + threadIdx.x % 4;
+    shared_at = shared + row * Sizes::PIECES + warp * CODES / 2 + threadIdx.x % 4;
   } else {
     WAIT_FOR_EARLIER();
   }

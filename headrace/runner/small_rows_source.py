@@ -240,10 +240,8 @@ BODY = """
   const T* gains = x;
 #endif
 #ifdef SHARED_INPUTS
-  __shared__ uint4 shared_inputs[SharedInputs<BITS, SHARED, INNER>::SIZE];
   accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP, SHARED, INNER>(
-      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp, shared_inputs,
-      x + size_t(row0) * K, M);
+      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp, x + size_t(row0) * K, M);
 #elif defined(PACKED)
   accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
       total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);

@@ -26,8 +26,8 @@ MANY_OUTPUTS = 16384
 # Shared memory of a multiprocessor (compute capability 9.0), and blocks that can be a cluster everywhere.
 SHARED_BYTES = 228 << 10
 MOST_SPLITS = 8
-# Inputs in shared memory, of a block that asks for no more than every device has; the sums need the rest.
-MOST_SHARED_BYTES = 28 << 10
+# Of a block's inputs in shared memory, so that several blocks share a multiprocessor.
+MOST_SHARED_BYTES = 80 << 10
 # Blocks of so few, such as those of an expert router, are narrow and share the inner dimension among many warps.
 FEW_OUTPUTS = 1024
 
@@ -69,6 +69,11 @@ class Tiling:
     def threads(self) -> int:
         """Of a block."""
         return self.warps * 32
+
+    def shared_bytes(self, inner: int, bits: int) -> int:
+        """Of a block's inputs that wait in shared memory, in whole chunks of codes."""
+        chunk = 512 // bits
+        return self.shared * -(-inner // chunk) * chunk * 2
 
     @property
     def limits(self) -> tuple[int, int, int | None]:

@@ -286,6 +286,10 @@ inline T taken(unsigned from) {
 inline uint4 taken16(unsigned from) { return taken<uint4>(from); }
 inline unsigned taken4(unsigned from) { return taken<unsigned>(from); }
 inline void put16(unsigned to, uint4 x) { std::memcpy(shim::shared_at(to, 16), &x, 16); }
+template <int COUNT>
+inline uint4* shared_pieces() {
+  return reinterpret_cast<uint4*>(shim::shared_at(0, 16) + 0 * *shim::shared_at(COUNT * 16 - 16, 16));
+}
 inline void started() { ++shim::groups_started[shim::group.current]; }
 template <int GROUPS>
 inline void arrived_but() { shim::arrived(GROUPS); }
