@@ -54,8 +54,8 @@ class KernelProducts:
             "RESIDUAL": residual,
         }
         given = {name: array for name, array in extra.items() if array is not None}
-        shared = tiling.shared if isinstance(tiling, Tiling) and packed is not None else 0
-        others = {"GATE": gated, "PACKED": packed is not None, "SHARED_INPUTS": shared > 0}
+        shared = isinstance(tiling, Tiling) and tiling.shared and packed is not None and x.shape[0] == 1
+        others = {"GATE": gated, "PACKED": packed is not None, "SHARED_INPUTS": shared}
         parts = (*given, *(name for name, wanted in others.items() if wanted))
         shape = (x.shape[0], outputs // 2 if gated else outputs) if residual is None else residual.shape
         constants = tiling.constants
@@ -63,7 +63,7 @@ class KernelProducts:
             eps = 0.0 if norm is None else norm.eps
             constants = [*constants, ("EPS", int(np.float32(eps).view(np.int32)))]
             if shared:
-                constants += [("SHARED", shared), ("INNER", dense.shape[1])]
+                constants += [("SHARED", dense.shape[1])]
         blocks = tiling.blocks(x.shape[0], outputs)
         anew = self._anew if tiling.is_cluster else None
         if anew is not None:
@@ -85,7 +85,7 @@ class KernelProducts:
         packed = product.dense.packed is not None
         outputs, inner = product.dense.shape
         found: list[Tiling | Staged] = []
-        found += tilings(rows, outputs, gated=product.gated, normed=normed, packed=packed)
+        found += tilings(rows, outputs, inner, gated=product.gated, normed=normed, packed=packed)
         if not packed and multiplies_by_warpgroups():
             staged = staged_tilings(rows, outputs, inner)
             staged = [tiling for tiling in staged if clusters or not tiling.is_cluster]

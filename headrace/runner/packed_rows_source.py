@@ -13,8 +13,8 @@ first in the lowest bits; a weight is scale * code + bias, one of each 16-bit pa
              offset is part of the bias, which costs at most 2^-9 of a scale before the weight is rounded
     norm     as in ``small_rows_source.py``, but for the squares: those are the diagonal of a tile's product with
              itself
-    shared   inputs of one row, or of up to eight, may be put into shared memory first, times the norm's weights
-             and in the order in which lanes read them: chunks then wait for their codes alone
+    shared   the inputs of one row alone may be put into shared memory first, times the norm's weights and in the
+             order in which lanes read them: chunks then wait for their codes alone
 
 Everything else (tiles, gathering, ends) is the 16-bit product's. The inner dimension is a multiple of 32; lanes
 whose positions are behind it add nothing.
@@ -151,22 +151,18 @@ DEVICE void fetch(uint4 (&codes)[2], unsigned (&scale)[2], unsigned (&bias)[2], 
     bias[i] = half_word(at.biases + i * (K / GROUP * 8) + ahead / GROUP);
   }
 }
-// Inputs in shared memory: ROWS of K values, in pieces of 8. A chunk's pieces go by part, then by lane of four; in
-// every other row pairs of parts change places, so that a part of two rows is in different banks.
-template <int BITS, int ROWS, int K>
+// One row's K inputs in shared memory, in pieces of 8; a chunk's pieces go by part, then by lane of four.
+template <int BITS, int K>
 struct SharedInputs {
   static constexpr int PARTS = 16 / BITS;
   static constexpr int CHUNK = 4 * PARTS;
   static constexpr int PIECES = (K / 8 + CHUNK - 1) / CHUNK * CHUNK;
-  static constexpr int SIZE = ROWS * PIECES;
 };
-DEVICE int place_of(int row, int part) { return (part ^ (row & 1)) * 4; }
-// Fills them from rows x; those from M on are zero. With NORMED, of one row, the result is the sum of the warp's
-// squares in lane 0.
-template <typename T, int BITS, int ROWS, int K, int W, bool NORMED>
-DEVICE float share_inputs(uint4* shared, const T* x, int M, const T* norm) {
-  using Sizes = SharedInputs<BITS, ROWS, K>;
-  constexpr int EACH = (Sizes::SIZE + W * 32 - 1) / (W * 32);
+// Fills them from x. With NORMED the result is the sum of the warp's squares in lane 0.
+template <typename T, int BITS, int K, int W, bool NORMED>
+DEVICE float share_inputs(uint4* shared, const T* x, const T* norm) {
+  using Sizes = SharedInputs<BITS, K>;
+  constexpr int EACH = (Sizes::PIECES + W * 32 - 1) / (W * 32);
   const uint4 zero = make_uint4(0, 0, 0, 0);
   uint4 gain[NORMED ? EACH : 1];
   if (NORMED) {
@@ -180,15 +176,13 @@ DEVICE float share_inputs(uint4* shared, const T* x, int M, const T* norm) {
   float squares = 0.0f;
   #pragma unroll 8
   for (int e = 0; e < EACH; ++e) {
-    const int i = e * W * 32 + threadIdx.x;
-    if (i >= Sizes::SIZE) break;
-    const int row = i / Sizes::PIECES;
-    const int piece = i % Sizes::PIECES;
-    uint4 in = piece < K / 8 && row < M ? cached(x + row * K + piece * 8) : zero;
+    const int piece = e * W * 32 + threadIdx.x;
+    if (piece >= Sizes::PIECES) break;
+    uint4 in = piece < K / 8 ? cached(x + piece * 8) : zero;
     if (NORMED) normalize(in, gain[NORMED ? e : 0], squares);
     arrange(Bits<BITS>(), in);
-    const int lane = piece % Sizes::CHUNK / Sizes::PARTS;
-    shared[i - piece % Sizes::CHUNK + place_of(row, piece % Sizes::PARTS) + lane] = in;
+    const int place = piece % Sizes::CHUNK;
+    shared[piece - place + place % Sizes::PARTS * 4 + place / Sizes::PARTS] = in;
   }
   if (NORMED) {
     #pragma unroll
@@ -197,14 +191,13 @@ DEVICE float share_inputs(uint4* shared, const T* x, int M, const T* norm) {
   __syncthreads();
   return threadIdx.x % 32 == 0 ? squares : 0.0f;
 }
-// SHARED: rows in shared memory, of INNER values; M: those that there are, at x. 0: lanes read inputs themselves.
+// SHARED: so many inputs of the one row x wait in shared memory. 0: lanes read their inputs themselves.
 template <typename T, int BITS, int GROUP, bool WHOLE, int W, int MT, int NT, bool NORMED, int DEEP,
-          int SHARED = 0, int INNER = 32>
+          int SHARED = 0>
 DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
                               const unsigned* const (&words)[NT], const unsigned short* const (&scales)[NT],
                               const unsigned short* const (&biases)[NT], const T* const (&inputs)[MT],
-                              const bool (&real)[MT], const T* norm, int K, int warp, const T* x = nullptr,
-                              int M = 0) {
+                              const bool (&real)[MT], const T* norm, int K, int warp, const T* x = nullptr) {
   constexpr int CODES = 128 / BITS;
   constexpr int PARTS = CODES / 8;
   constexpr int TOGETHER = MT <= 2 ? PARTS : 1;
@@ -240,12 +233,10 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
   }
   float shared_squares = 0.0f;
   const uint4* shared_at = nullptr;
-  const int row = SHARED > 1 ? threadIdx.x % 32 / 4 : 0;
   if constexpr (SHARED > 0) {
-    using Sizes = SharedInputs<BITS, SHARED, INNER>;
-    uint4* shared = shared_pieces<Sizes::SIZE>();
-    shared_squares = share_inputs<T, BITS, SHARED, INNER, W, NORMED>(shared, x, M, norm);
-    shared_at = shared + row * Sizes::PIECES + warp * CODES / 2 + threadIdx.x % 4;
+    uint4* shared = shared_pieces<SharedInputs<BITS, SHARED>::PIECES>();
+    shared_squares = share_inputs<T, BITS, SHARED, W, NORMED>(shared, x, norm);
+    shared_at = shared + warp * CODES / 2 + threadIdx.x % 4;
   } else {
     WAIT_FOR_EARLIER();
   }
@@ -269,7 +260,7 @@ DEVICE void accumulate_packed(float (&total)[NT][MT][4], float (&squares)[MT],
           #pragma unroll
           for (int m = 0; m < MT; ++m) {
             if (SHARED > 0) {
-              in[p][m] = inside && real[m] ? shared_at[d * STEP / 8 + place_of(row, part + p)] : zero;
+              in[p][m] = inside && real[m] ? shared_at[d * STEP / 8 + (part + p) * 4] : zero;
             } else {
               in[p][m] = inside && real[m] ? cached(in_at[m] + ahead) : zero;
             }

@@ -240,8 +240,8 @@ BODY = """
   const T* gains = x;
 #endif
 #ifdef SHARED_INPUTS
-  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP, SHARED, INNER>(
-      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp, x + size_t(row0) * K, M);
+  accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP, SHARED>(
+      total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp, x);
 #elif defined(PACKED)
   accumulate_packed<T, BITS, GROUP, WHOLE, W, MT, NT, NORMED, DEEP>(
       total, squares, weights, tile_scales, tile_biases, inputs, real, gains, K, warp);

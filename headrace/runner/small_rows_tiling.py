@@ -43,8 +43,7 @@ class Tiling:
         deep: chunks of weights that are loaded at once.
         resident: blocks that share a multiprocessor; None: as many as registers allow, see ``bounds``.
         apart: whether the norm is an operation of its own.
-        shared: most rows whose inputs wait in shared memory, of which there are no more then; 0: they do not.
-            Over packed weights only, with one tile of rows.
+        shared: whether inputs wait in shared memory. Of one row only, over packed weights.
     """
 
     tiles: int
@@ -53,7 +52,7 @@ class Tiling:
     deep: int
     resident: int | None = None
     apart: bool = False
-    shared: int = 0
+    shared: bool = False
 
     @property
     def is_cluster(self) -> bool:
@@ -71,9 +70,9 @@ class Tiling:
         return self.warps * 32
 
     def shared_bytes(self, inner: int, bits: int) -> int:
-        """Of a block's inputs that wait in shared memory, in whole chunks of codes."""
+        """Of a row's inputs in shared memory, in whole chunks of codes."""
         chunk = 512 // bits
-        return self.shared * -(-inner // chunk) * chunk * 2
+        return -(-inner // chunk) * chunk * 2 if self.shared else 0
 
     @property
     def limits(self) -> tuple[int, int, int | None]:
@@ -86,7 +85,7 @@ class Tiling:
 
     def __str__(self) -> str:
         parts = (self.tiles, self.wide, self.warps, self.deep, self.resident or "-")
-        return "/".join(map(str, parts)) + " apart" * self.apart + f" shared {self.shared}" * bool(self.shared)
+        return "/".join(map(str, parts)) + " apart" * self.apart + " shared" * self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +152,10 @@ class Staged:
         return f"staged {self.tiles}/{self.outputs}/{self.deep}/{self.stages}/{self.splits}"
 
 
-def tilings(rows: int, outputs: int, *, gated: bool, normed: bool, packed: bool) -> list[Tiling]:
+def tilings(rows: int, outputs: int, inner: int, *, gated: bool, normed: bool, packed: bool) -> list[Tiling]:
     """Those to try, at least one. ``normed``: there is a norm that the kernel can take along."""
     if packed:
-        found = _packed_tilings(rows, outputs, gated=gated, normed=normed)
+        found = _packed_tilings(rows, outputs, inner, gated=gated, normed=normed)
     else:
         found = _plain_tilings(rows, outputs, gated=gated)
     fitting = [tiling for tiling in found if outputs % (16 * tiling.wide) == 0]
@@ -178,15 +177,23 @@ def staged_tilings(rows: int, outputs: int, inner: int) -> list[Staged]:
     return [tiling for tiling in found if tiling.takes(outputs, inner)]
 
 
-def _packed_tilings(rows: int, outputs: int, *, gated: bool, normed: bool) -> list[Tiling]:
+def _packed_tilings(rows: int, outputs: int, inner: int, *, gated: bool, normed: bool) -> list[Tiling]:
     """Inputs are read as often as there are blocks, from the cache, which is what packed products wait for."""
-    tiles = _tiles(rows)
+    tiles, many = _tiles(rows), gated or outputs >= MANY_OUTPUTS
     if not gated and (outputs <= FEW_OUTPUTS or outputs % 32):
         return [Tiling(tiles, 1, 8, 1, 2 if tiles < 4 else 1), Tiling(tiles, 1, 16, 1, 1)]
-    if tiles == 1 and (gated or normed or outputs >= MANY_OUTPUTS):
-        return [Tiling(1, 4, 4, 1, 3), Tiling(1, 2, 4, 1, 5), Tiling(1, 2, 4, 2, 4)]
+    if rows == 1 and 2 * inner <= MOST_SHARED_BYTES:
+        if many:
+            cuts = [(2, 4, 2, 4), (2, 2, 3, 7)]
+        else:
+            cuts = [(1, 8, 4, 2), (1, 16, 1, 2), (1, 16, 4, 1) if outputs <= 16 * FILLING_BLOCKS else (1, 8, 3, 3)]
+        return [Tiling(1, *cut, shared=True) for cut in cuts]
+    if tiles == 1 and many:
+        cuts = [(2, 4, 2, 4), (2, 2, 2, 8), (2, 4, 2, 4) if normed else (4, 4, 1, 3)]
+        return [Tiling(1, *cut, apart=normed and place < 2) for place, cut in enumerate(cuts)]
     if tiles == 1:
-        return [Tiling(1, 2, 4, 2, 4), Tiling(1, 1, 8, 1, 4), Tiling(1, 2, 8, 2, 2)]
+        cuts = [(2, 16, 2, 1), (1, 8, 1, 3) if normed else (1, 16, 2, 1), (1, 8, 2, 3) if normed else (1, 8, 4, 2)]
+        return [Tiling(1, *cut, apart=normed) for cut in cuts]
     widest = Tiling(tiles, 4, 4, 1, 2)
     other = replace(widest, apart=True) if normed else Tiling(tiles, 4, 8, 1, 1)
     return [widest, other, Tiling(tiles, 2, 4, 1, 2 if tiles == 4 else 3)]

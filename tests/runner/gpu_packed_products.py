@@ -26,7 +26,7 @@ from headrace.runner.kernel_language import compile_ahead
 from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.packed_weights import PackedWeights
 from headrace.runner.small_rows import Dense, Product
-from headrace.runner.small_rows_tiling import MOST_SHARED_BYTES, SHARED_BYTES, Tiling
+from headrace.runner.small_rows_tiling import MOST_SHARED_BYTES, Tiling
 from headrace.runner.step_graphs import Recorder
 
 PACKED_ROWS = (1, 8)
@@ -106,16 +106,15 @@ def packed_candidates(rows: int, product: Product) -> list[Tiling]:
     """Those that are tried at a start, and others, as many blocks to a multiprocessor as registers allow."""
     outputs, inner = product.dense.shape
     found = [one for one in KernelProducts.tilings(rows, mx.bfloat16, product) if isinstance(one, Tiling)]
-    shared = [1] if rows == 1 else [0, rows]
-    for wide, warps, deep, share in product_of((1, 2, 4), (2, 4, 8, 16), (1, 2, 3, 4), shared):
-        registers = 32 + 8 * wide + 14 * wide * deep + (0 if share else 16)
-        nbytes = replace(found[0], shared=share).shared_bytes(inner, 4)
+    shared = rows == 1 and 2 * inner <= MOST_SHARED_BYTES
+    for wide, warps, deep in product_of((1, 2, 4), (2, 4, 8, 16), (1, 2, 3, 4)):
+        registers = 32 + 8 * wide + 14 * wide * deep + (0 if shared else 16)
         if wide * deep > 6 or registers * warps * 32 > 65536 or (product.gated and wide == 1):
             continue
-        if (warps == 16 and outputs > MOST_OUTPUTS) or nbytes > MOST_SHARED_BYTES:
+        if warps == 16 and outputs > MOST_OUTPUTS:
             continue
-        resident = min(65536 // (registers * warps * 32), 2048 // (warps * 32), SHARED_BYTES // (nbytes + 8192))
-        found.append(Tiling(1, wide, warps, deep, resident, product.norm is not None and share != 1, share))
+        resident = min(65536 // (registers * warps * 32), 2048 // (warps * 32))
+        found.append(Tiling(1, wide, warps, deep, resident, product.norm is not None and not shared, shared))
     return [one for one in dict.fromkeys(found) if outputs % (16 * one.wide) == 0]
 
 

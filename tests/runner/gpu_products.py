@@ -288,7 +288,7 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
                         say(f"{shape} {label} {tiling}: {str(error).splitlines()[0][:100]}")
                         continue
                     found.append((us, tiling))
-                default = tilings(rows, outputs, gated=gated, normed=True, packed=False)[0]
+                default = tilings(rows, outputs, 0, gated=gated, normed=True, packed=False)[0]
                 found.sort(key=lambda pair: pair[0])
                 words = ", ".join(
                     f"{'*' if t == default else ''}{t.tiles}/{t.wide}/{t.warps}/{t.deep} {us:.1f}"
@@ -299,7 +299,7 @@ def sweep(products: KernelProducts, shapes: Sequence[str], long: Long, limit_s: 
 
 def candidates(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     tiles = 1 if rows <= 8 else 4
-    made = set(tilings(rows, outputs, gated=gated, normed=True, packed=False))
+    made = set(tilings(rows, outputs, 0, gated=gated, normed=True, packed=False))
     for wide in (2, 4) if gated else (1, 2, 4):
         for warps in (4, 8, 16):
             for deep in (2, 4, 8):

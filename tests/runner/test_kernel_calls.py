@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from itertools import product as product_of
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from headrace.runner.kernel_language import CUDA_NAMES
 from headrace.runner.kernel_products import KernelProducts
 from headrace.runner.pool_store import PoolStore
 from headrace.runner.small_rows import Dense, Norm, Product, largest_difference, plain_product
-from headrace.runner.small_rows_tiling import tilings
+from headrace.runner.small_rows_tiling import SHARED_BYTES, tilings
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.block_check import compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward
@@ -88,15 +89,19 @@ def test_tilings_fit_the_machine(rows: int, gated: bool, packed: bool) -> None:
     for outputs in (16, 32, 48, 96, 512, 1024, 2048, 3072, 4096, 8960, 16384, 28672, 128256, 151936):
         if outputs % (32 if gated else 16):
             continue
-        for normed in (False, True):
-            found = tilings(rows, outputs, gated=gated, normed=normed, packed=packed)
-            assert 1 <= len(found) <= 3 and not found[0].apart
+        for normed, inner in product_of((False, True), (2048, 14336, 1 << 20)):
+            found = tilings(rows, outputs, inner, gated=gated, normed=normed, packed=packed)
+            assert 1 <= len(found) <= 3
             for tiling in found:
                 assert outputs % (16 * tiling.wide) == 0 and (not gated or tiling.wide % 2 == 0)
                 sums = tiling.warps // 2 * tiling.wide * tiling.tiles * 128 + tiling.warps * tiling.tiles * 8
                 assert 4 * (sums + tiling.tiles * 8) <= 48 << 10
                 assert tiling.warps * 32 <= 1024 and tiling.warps % 2 == 0 and tiling.warps * 2 >= tiling.tiles
                 assert normed or not tiling.apart
+                assert not tiling.shared or (packed and rows == 1 and not tiling.apart)
+                together = tiling.resident or 1
+                assert together * tiling.threads <= 2048
+                assert together * (tiling.shared_bytes(inner, 4) + 4 * sums + 1024) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

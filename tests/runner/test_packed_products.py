@@ -89,15 +89,14 @@ CASES = [
     Case(6, 64, 640, 4, 64, ("norm",), tiling=Tiling(1, 4, 4, 3)),
     Case(30, 64, 640, 8, 64, ("norm", "gated"), tiling=Tiling(4, 4, 2, 2)),
     Case(20, 64, 640, 4, 64, ("norm", "gated"), tiling=Tiling(4, 4, 4, 1, 2, apart=True)),
-    Case(1, 32, 640, 4, 64, tiling=Tiling(1, 1, 4, 2, shared=1)),
-    Case(1, 64, 2304, 4, 64, ("norm",), tiling=Tiling(1, 2, 4, 2, 5, shared=1)),
-    Case(1, 64, 448, 4, 64, ("norm", "gated", "bias"), tiling=Tiling(1, 2, 4, 1, shared=1)),
-    Case(1, 32, 96, 4, 32, ("bias", "residual"), F16, tiling=Tiling(1, 2, 8, 4, shared=1)),
-    Case(1, 64, 1152, 8, 128, ("norm", "gated"), tiling=Tiling(1, 4, 4, 2, shared=1)),
-    Case(1, 32, 160, 8, 32, ("residual",), F16, tiling=Tiling(1, 1, 2, 1, shared=1)),
-    Case(8, 64, 640, 4, 64, ("residual",), tiling=Tiling(1, 1, 4, 2, shared=8)),
-    Case(5, 64, 352, 4, 32, ("norm", "gated"), tiling=Tiling(1, 2, 4, 1, apart=True, shared=8)),
-    Case(3, 32, 288, 8, 32, ("bias",), tiling=Tiling(1, 2, 4, 2, shared=8)),
+    Case(1, 32, 640, 4, 64, tiling=Tiling(1, 1, 4, 2, shared=True)),
+    Case(1, 64, 2304, 4, 64, ("norm",), tiling=Tiling(1, 2, 4, 2, 5, shared=True)),
+    Case(1, 64, 448, 4, 64, ("norm", "gated", "bias"), tiling=Tiling(1, 2, 4, 1, shared=True)),
+    Case(1, 32, 96, 4, 32, ("bias", "residual"), F16, tiling=Tiling(1, 2, 8, 4, shared=True)),
+    Case(1, 64, 1152, 8, 128, ("norm", "gated"), tiling=Tiling(1, 4, 4, 2, shared=True)),
+    Case(1, 32, 160, 8, 32, ("residual",), F16, tiling=Tiling(1, 1, 2, 1, shared=True)),
+    Case(1, 64, 4096, 4, 64, ("norm", "gated"), tiling=Tiling(1, 2, 2, 3, 7, shared=True)),
+    Case(2, 32, 640, 4, 64, ("norm",), tiling=Tiling(1, 1, 4, 2, shared=True)),  # of one row only
 ]
 
 
