@@ -206,7 +206,7 @@ def report_device(trace: dict[str, Any] | str, steps: int, most: int) -> Cell:
         print("device: the profiler recorded no kernel (CUPTI is not usable here)", flush=True)
         return {"device": "no kernel was recorded"}
     whole = kernel_table.device(kernels, steps)
-    by_name = kernel_table.lines(kernels, steps)
+    by_name = kernel_table.lines(kernel_table.added(kernels), steps)
     calls = kernel_table.lines(kernel_table.spans(trace, kernel_table.HOST), steps)
     idle = whole.span_us - whole.busy_us
     print(
@@ -214,7 +214,7 @@ def report_device(trace: dict[str, Any] | str, steps: int, most: int) -> Cell:
         f"idle {idle:.0f} ({idle / whole.span_us:.1%}), of it {whole.small_gaps_us:.0f} in gaps below "
         f"{kernel_table.GAP_US:g} µs; {len(kernels) / steps:.0f} kernels"
     )
-    print(kernel_table.table(by_name, most, "kernel"))
+    print(kernel_table.table(by_name, most, "kernel, from the end of the one before on"))
     print(kernel_table.table(whole.gaps, 8, "gap between"))
     print(kernel_table.table(calls, 8, "call of the host"), flush=True)
     return {

@@ -52,6 +52,19 @@ def short_name(name: str) -> str:
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
 
 
+def added(found: Sequence[Span]) -> list[Span]:
+    """What each adds to the time of those that ended before it: a kernel that began early waited until then.
+
+    By their ends; together they are the busy time.
+    """
+    made = []
+    last = float("-inf")
+    for span in sorted(found, key=lambda span: span.end_us):
+        made.append(Span(span.name, max(span.start_us, last), span.end_us))
+        last = max(last, span.end_us)
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """All events of one name: how many a step, microseconds of one, of a step, share of the total."""

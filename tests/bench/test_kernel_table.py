@@ -73,6 +73,14 @@ def test_kernels_that_overlap_are_busy_once(kernel_table: ModuleType) -> None:
     assert kernel_table.device([], 1).busy_us == 0
 
 
+def test_a_kernel_that_began_early_counts_from_the_end_of_the_one_before(kernel_table: ModuleType) -> None:
+    words = [("product", 0, 10), ("norm", 2, 12), ("attend", 4, 20), ("inside", 5, 9), ("late", 25, 30)]
+    spans = [kernel_table.Span(*one) for one in words]
+    added = {span.name: span.us for span in kernel_table.added(spans)}
+    assert added == {"inside": 4, "product": 1, "norm": 2, "attend": 8, "late": 5}
+    assert kernel_table.added([]) == []
+
+
 def test_calls_of_the_host(kernel_table: ModuleType) -> None:
     (line,) = kernel_table.lines(kernel_table.spans(TRACE, kernel_table.HOST), 2)
     assert (line.name, line.per_step, line.mean_us, line.share) == ("cudaGraphLaunch", 1, 40, 1)
