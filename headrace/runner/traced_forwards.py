@@ -50,7 +50,8 @@ class TracedForwards:
         self._pool = pool
         self._windows = tuple(windows)
         self._decode: Any = mx.compile(self._decode_over)
-        self._prompts: OrderedDict[_Shapes, Any] = OrderedDict()
+        # By shapes: prompts so far, and the traced forward.
+        self._prompts: OrderedDict[_Shapes, tuple[int, Any]] = OrderedDict()
 
     def decode(
         self, tokens: mx.array, inputs: Sequence[HostInts], marks: list[mx.array]
@@ -80,11 +81,13 @@ class TracedForwards:
         return logits
 
     def _prompt_of(self, shapes: _Shapes) -> Any:
-        """The prompt's forward of these shapes, traced from the second time on."""
+        """The prompt's forward of these shapes, traced once there were enough of them."""
         forward = partial(self._prompt_over, shapes)
-        is_new = shapes not in self._prompts
-        traced = self._prompts.pop(shapes, None) or (None if is_new else mx.compile(forward))
-        self._prompts[shapes] = traced
+        prompts, traced = self._prompts.pop(shapes, (0, None))
+        prompts += 1
+        if traced is None and prompts >= PROMPTS_TO_TRACE:
+            traced = mx.compile(forward)
+        self._prompts[shapes] = prompts, traced
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
         return traced or forward
