@@ -21,7 +21,7 @@ from window_decode import Tables, _random, decode_row
 
 from headrace.config import EngineConfig
 from headrace.core.step import SchedulerOutput
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 
 _AHEAD = 3  # steps of a turn
 

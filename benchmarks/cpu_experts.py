@@ -25,7 +25,7 @@ from window_decode import GREEDY, Tables, _random
 
 from headrace.config import EngineConfig
 from headrace.core.step import ScheduledRow
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 
 WAYS = ("widened", "narrow")
 
@@ -66,7 +66,8 @@ def time_loads(model: str, loads: int) -> int:
     from mlx.utils import tree_flatten
 
     from headrace.checkpoint.model_folder import describe
-    from headrace.runner import cpu_products, loader
+    from headrace.runner.cpu import products as cpu_products
+    from headrace.runner.loading import loader
 
     choice, substitute, parts = cpu_products.choose(), loader.substitute_narrow_experts, []
 
@@ -100,7 +101,8 @@ class Runner:
     def __init__(self, arguments: argparse.Namespace, *, experts: bool) -> None:
         import mlx.core as mx
 
-        from headrace.runner import build, cpu_products
+        from headrace.runner import build
+        from headrace.runner.cpu import products as cpu_products
 
         choose = cpu_products.choose
         if not experts:

@@ -39,15 +39,16 @@ from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import choose_kernel
-from headrace.runner.kernel_cache import device_cache
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.logits_head import HeadSelector, substitute_head
+from headrace.runner.forwards.logits_head import HeadSelector, substitute_head
+from headrace.runner.forwards.step_graphs import StepGraphs
+from headrace.runner.kernels.cache import device_cache
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.kv.store import PoolStore
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.sampling_check import choose_sampling
-from headrace.runner.sampling_kernel import SamplingKernel
-from headrace.runner.step_graphs import Recorder, StepGraphs
+from headrace.runner.sampling.check import choose_sampling
+from headrace.runner.sampling.kernel import SamplingKernel
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
 

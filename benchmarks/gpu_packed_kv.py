@@ -31,10 +31,10 @@ from shapes import SHAPES
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.paged_decode import PagedDecodeKernel
 from headrace.runner.attention.random_pools import random_case
-from headrace.runner.kernel_cache import device_cache
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kernels.cache import device_cache
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 from headrace.runner.model_runner import RunnerOptions
 
 BITS = {"auto": None, "int8": 8, "int4": 4}

@@ -52,9 +52,9 @@ from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest
 from headrace.runner import model_runner
-from headrace.runner.kv_layout import read_layout
+from headrace.runner.kv.layout import read_layout
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.sampling_check import choose_sampling
+from headrace.runner.sampling.check import choose_sampling
 
 
 def on_gpu() -> bool:

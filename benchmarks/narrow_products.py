@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.core.machine import usable_cores
-from headrace.runner import blas, blas_probe
-from headrace.runner.blas_candidates import candidates, compile_kernel
+from headrace.runner.cpu import blas, blas_probe
+from headrace.runner.cpu.blas_candidates import candidates, compile_kernel
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (8192, 2048))  # outputs, inputs
 WEIGHT_BYTES = 64_000_000
@@ -42,7 +42,7 @@ def main() -> int:
         products = products_for(f"-march={arguments.processor}", 1 if arguments.cpu_time else usable_cores())
     else:
         print(blas.prepare().name)
-        from headrace.runner import cpu_products
+        from headrace.runner.cpu import products as cpu_products
 
         choice = cpu_products.choose()
         print(choice.note)
@@ -70,8 +70,9 @@ def products_for(processor: str, threads: int) -> object:
         kernel = Path(folder) / "libsgemm.so"
         compile_kernel(kernel, processor)
         blas_probe.load(behind.path, threads, ctypes.RTLD_GLOBAL, str(kernel))
-    from headrace.runner import cpu_products, native_extension
-    from headrace.runner.narrow_weights import NarrowProducts
+    from headrace.runner.cpu import products as cpu_products
+    from headrace.runner.cpu.narrow_weights import NarrowProducts
+    from headrace.runner.kernels import native_extension
 
     products = NarrowProducts(native_extension.load(cpu_products.extension((processor,))))
     measured = cpu_products.measure(products)

@@ -17,8 +17,8 @@ import sys
 import time
 
 from headrace.core.machine import cpu_model, usable_cores
-from headrace.runner import blas_probe
-from headrace.runner.blas_candidates import candidates
+from headrace.runner.cpu import blas_probe
+from headrace.runner.cpu.blas_candidates import candidates
 
 SHAPES = ((8192, 2048), (49152, 576), (1536, 576), (576, 1536))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 16, 32, 85, 128)

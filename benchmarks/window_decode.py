@@ -27,7 +27,7 @@ from headrace.core.layout import KVLayout
 from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.files import cache_folder
 from headrace.params import SamplingParams
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from support import scripted

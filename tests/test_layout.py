@@ -18,6 +18,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = ("cli", "api", "gateway", "worker", "runner", "text", "checkpoint", "core", "")
 WITHOUT_MLX = ("api", "gateway", "text", "checkpoint", "core", "")
 MLX_NAMES = ("mlx", "mlx_lm", "transformers", "torch")
+# The same within the runner: its folders, and the modules that are in none.
+RUNNER_ROOMS = (
+    *("outline", "estimate", "build", "start", "pool_memory", "model_runner", "forwards", "sampling", "loading"),
+    *("substitutions", "attention", "products", "kv", "cpu", "kernels"),
+    *("mlx_lm_adapter", "device_arrays", "device", "timing", "mlx_environment"),
+)
 # What gateway and worker share: their messages, and the note that a dying worker leaves.
 WORKER_SEAM = ("headrace.worker.protocol", "headrace.worker.step_record")
 
@@ -59,6 +65,15 @@ def _executed_on_import(node: ast.AST) -> Iterator[ast.AST]:
             continue
         yield child
         yield from _executed_on_import(child)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "runner").rglob("*.py")), ids=dotted)
+def test_imports_go_down_in_the_runner(path: Path) -> None:
+    parts = dotted(path).split(".")
+    for name, _ in imports(path):
+        if name.startswith("headrace.runner."):
+            mine, theirs = parts[2], name.split(".")[2]
+            assert RUNNER_ROOMS.index(theirs) >= RUNNER_ROOMS.index(mine), f"{mine} imports {name}: up the order"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

@@ -1,7 +1,7 @@
 """GGUF metadata -> the config dictionary that the same model has in a Hugging Face folder.
 
-Only architectures whose weights ``headrace.runner.gguf_loader`` knows how to name are here; any other one is
-refused by name. Metadata keys are the architecture's, prefixed with its name (``llama.block_count`` …).
+Only architectures whose weights ``headrace.runner.loading.gguf_loader`` knows how to name are here; any other one
+is refused by name. Metadata keys are the architecture's, prefixed with its name (``llama.block_count`` …).
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def emit(rendered: str, output: str | None) -> None:
 
 def prepare_math() -> None:
     """The matrix library, which MLX binds when it is imported; once, before the first ``build``."""
-    from headrace.runner import blas
+    from headrace.runner.cpu import blas
 
     blas.prepare()
 

@@ -67,7 +67,7 @@ def system() -> Finding:
 
 def mlx_findings() -> list[Finding]:
     """MLX's version, device and BLAS; the BLAS goes in place before MLX is imported."""
-    from headrace.runner.blas import prepare
+    from headrace.runner.cpu.blas import prepare
 
     blas = prepare(refresh=True)
     try:
@@ -163,7 +163,7 @@ def memory() -> Finding:
 
 def compiler() -> Finding:
     """Headrace's own kernels are built with it on Linux, and MLX's fused ones."""
-    from headrace.runner import native_extension
+    from headrace.runner.kernels import native_extension
 
     path = shutil.which("g++") or ("none" if sys.platform == "linux" else "not needed on this system")
     lack = native_extension.missing() if sys.platform == "linux" else None

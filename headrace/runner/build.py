@@ -30,33 +30,38 @@ from headrace.core.memory_plan import (
 )
 from headrace.core.scheduler_types import SchedulerConfig
 from headrace.errors import StartupError
-from headrace.runner import cpu_operations, cpu_products, step_graphs, upload
-from headrace.runner.activation import measure_activation_bytes
 from headrace.runner.attention import native_attention
 from headrace.runner.attention.dispatch import AttentionDispatcher, install
 from headrace.runner.attention.kernel_check import KernelChoice, choose_model_kernel, model_forms
 from headrace.runner.attention.native_check import NativeChoice, choose_native
 from headrace.runner.attention.prefill_check import choose_prefill
 from headrace.runner.attention.reference import scratch_bytes
-from headrace.runner.context_cost import measure_context_cost
-from headrace.runner.cpu_operations import CpuOperations, load_operations
+from headrace.runner.cpu import operations as cpu_operations
+from headrace.runner.cpu import products as cpu_products
+from headrace.runner.cpu.operations import CpuOperations, load_operations
 from headrace.runner.device import Device, read_device
 from headrace.runner.device_arrays import settle_small_parameters
-from headrace.runner.forward_split import ForwardLimit
-from headrace.runner.grammar_masks import GrammarMasks
-from headrace.runner.kernel_cache import device_cache
-from headrace.runner.kv_layout import ModelLayout, read_layout
-from headrace.runner.kv_packing import BITS
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.loader import DTYPES, LoadedModel, load_model
-from headrace.runner.logits_head import HeadSelector, substitute_head
+from headrace.runner.forwards.logits_head import HeadSelector, substitute_head
+from headrace.runner.forwards.split import ForwardLimit
+from headrace.runner.forwards.step_graphs import StepGraphs
+from headrace.runner.kernels import recorder as recording
+from headrace.runner.kernels import upload
+from headrace.runner.kernels.cache import device_cache
+from headrace.runner.kernels.native_extension import Extension, build_ahead
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.kv.layout import ModelLayout, read_layout
+from headrace.runner.kv.packing import BITS
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.kv.store import PoolStore, Store
+from headrace.runner.loading.loader import DTYPES, LoadedModel, load_model
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.native_extension import Extension, build_ahead
-from headrace.runner.pool_store import PoolStore, Store
-from headrace.runner.sampling_check import choose_sampling
-from headrace.runner.self_check import choose_options
-from headrace.runner.start_cache import StartCache, StartFacts, start_key
-from headrace.runner.step_graphs import Recorder, StepGraphs
+from headrace.runner.sampling.check import choose_sampling
+from headrace.runner.sampling.grammar_masks import GrammarMasks
+from headrace.runner.start.activation import measure_activation_bytes
+from headrace.runner.start.cache import StartCache, StartFacts, start_key
+from headrace.runner.start.context_cost import measure_context_cost
+from headrace.runner.start.self_check import choose_options
+from headrace.runner.start.warm_up import warm_up
 from headrace.runner.substitutions import narrow_experts
 from headrace.runner.substitutions.decode_products import substitute_decode_products
 from headrace.runner.substitutions.fused_linear import fuse_projections
@@ -67,7 +72,6 @@ from headrace.runner.substitutions.native_norm import substitute_norms
 from headrace.runner.substitutions.packed_linear import PackedLinear
 from headrace.runner.substitutions.rotary import substitute_rotary
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
-from headrace.runner.warm_up import warm_up
 from headrace.text import model_text
 from headrace.text.grammars.compiler import GrammarCompiler
 
@@ -180,7 +184,7 @@ def _extensions(device: Device) -> list[Extension]:
     """What will be loaded on the way."""
     return {
         "cpu": [cpu_products.extension(), cpu_operations.extension()] if sys.platform == "linux" else [],
-        "cuda": [step_graphs.EXTENSION, upload.EXTENSION],
+        "cuda": [recording.EXTENSION, upload.EXTENSION],
     }.get(device.kind, [])
 
 
@@ -320,7 +324,7 @@ def _plan(
 
 
 def step_graph_bytes(kind: str, working_set: int) -> int:
-    """What recorded decode steps (``step_graphs.py``) may keep on a device of ``kind``."""
+    """What recorded decode steps (``forwards/step_graphs.py``) may keep on a device of ``kind``."""
     return int(working_set * STEP_GRAPH_SHARE) if kind == "cuda" else 0
 
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 # Elements of four bytes below which MLX would take shared memory, doubled.
 LEAST_ELEMENTS = 4
-# Marks of writes (``pool_store.py``) carry no data; they are this long so that no kernel writes shared memory.
+# Marks of writes (``kv/store.py``) carry no data; they are this long so that no kernel writes shared memory.
 MARK_SHAPE = (LEAST_ELEMENTS,)
 # Parameters up to this size are copied at load.
 _SMALL_BYTES = 1 << 20

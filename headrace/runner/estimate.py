@@ -29,15 +29,15 @@ from headrace.config import EngineConfig
 from headrace.core.context_scratch import ContextScratch
 from headrace.core.layout import KVLayout
 from headrace.core.memory_plan import DeviceMemory, FixedMemory, own_attention_scratch
-from headrace.runner import cpu_products
-from headrace.runner.activation import sampler_bytes
 from headrace.runner.attention.reference import scratch_bytes
 from headrace.runner.build import BUFFER_CACHE_BYTES, step_graph_bytes, trained_len
-from headrace.runner.context_cost import computes_own_attention, estimate_context_cost
+from headrace.runner.cpu import products as cpu_products
 from headrace.runner.device import DeviceKind
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.loader import DTYPES, Plan, narrow_text, outline_model
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.loading.loader import DTYPES, Plan, narrow_text, outline_model
 from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwitchLinear
+from headrace.runner.start.activation import sampler_bytes
+from headrace.runner.start.context_cost import computes_own_attention, estimate_context_cost
 from headrace.runner.substitutions import narrow_experts
 from headrace.runner.substitutions.softcapped_attention import substitute_softcapped_attention
 

@@ -2,7 +2,7 @@
 
 ``launch`` builds the lazy graph of a step: block copies, the prefill forwards, the decode forward, sampling. A
 decode row whose token was sampled by step k takes it from step k's array of tokens, on the device. When the graph
-of step k+1 is started depends on how pools are written (``kv_pool.py``):
+of step k+1 is started depends on how pools are written (``kv/pool.py``):
 
     in place     at once: it queues behind step k, and the device goes from one to the other without the host
     functional   when step k's tokens have been read, because MLX updates a pool in place only while nothing else
@@ -33,9 +33,12 @@ from headrace.core.step import SampledToken, ScheduledRow, SchedulerOutput, Step
 from headrace.request import TokenLogprobs
 from headrace.runner.attention.materialized import MaterializedView
 from headrace.runner.attention.slices import bundle_limits
-from headrace.runner.forward_split import ForwardLimit
-from headrace.runner.grammar_masks import GrammarMasks, StepMasks
-from headrace.runner.input_batch import (
+from headrace.runner.forwards.logits_head import HeadSelector
+from headrace.runner.forwards.split import ForwardLimit
+from headrace.runner.forwards.step_graphs import STEPS_TO_SETTLE, StepGraphs
+from headrace.runner.forwards.token_feed import Newest, TokenFeed, fed_tokens, feed_of
+from headrace.runner.forwards.traced import PROMPTS_TO_TRACE, TracedForwards
+from headrace.runner.kv.input_batch import (
     HostInts,
     InputBatchBuilder,
     bucket,
@@ -43,15 +46,12 @@ from headrace.runner.input_batch import (
     prefill_length,
     token_array,
 )
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import ForwardBatch, LayerView, on_device
-from headrace.runner.logits_head import HeadSelector
-from headrace.runner.sampler import CANDIDATES, Sampled, sample, token_logprobs
-from headrace.runner.sampling_batch import build_sampling_batch
-from headrace.runner.sampling_kernel import SamplingKernel
-from headrace.runner.step_graphs import STEPS_TO_SETTLE, StepGraphs
-from headrace.runner.token_feed import Newest, TokenFeed, fed_tokens, feed_of
-from headrace.runner.traced_forwards import PROMPTS_TO_TRACE, TracedForwards
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.kv.view import ForwardBatch, LayerView, on_device
+from headrace.runner.sampling.batch import build_sampling_batch
+from headrace.runner.sampling.grammar_masks import GrammarMasks, StepMasks
+from headrace.runner.sampling.kernel import SamplingKernel
+from headrace.runner.sampling.sampler import CANDIDATES, Sampled, sample, token_logprobs
 
 # Padding several prompts to one length pays while the padded work stays below this share over the real one.
 PAD_WASTE = 1.2
@@ -68,7 +68,7 @@ class RunnerOptions:
     """How forwards are executed on this device.
 
     Attributes:
-        compile: trace forwards once per bucket of shapes (needs a gathering attention; ``traced_forwards.py``).
+        compile: trace forwards once per bucket of shapes (needs a gathering attention; ``forwards/traced.py``).
         trace_prompts: with ``compile``, prompts' forwards as well where nothing is before them.
         materialize: the model computes attention itself; give it arrays instead of handles.
         single_rows: the model's code does not take masks of several rows; one sequence per forward.
@@ -129,7 +129,7 @@ class ModelRunner:
     """Owns the model, its KV pools and the tokens of the newest step.
 
     Args:
-        model: an evaluated mlx-lm model whose head is a ``SelectiveHead`` (see ``logits_head.py``).
+        model: an evaluated mlx-lm model whose head is a ``SelectiveHead`` (see ``forwards/logits_head.py``).
         selector: which positions that head computes logits for.
         pool: the KV pools.
         layout: layer groups and block size, as the scheduler sees them.

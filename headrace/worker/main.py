@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     """Load the model and plan its memory. Raises ``StartupError`` for a permanent fault."""
-    from headrace.runner import blas, mlx_environment
+    from headrace.runner import mlx_environment
+    from headrace.runner.cpu import blas
 
     blas.prepare()
     mlx_environment.prepare()

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli import doctor
 from headrace.cli.doctor import Finding, render
-from headrace.runner import native_extension
+from headrace.runner.kernels import native_extension
 
 
 @pytest.mark.slow

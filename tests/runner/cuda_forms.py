@@ -10,23 +10,25 @@ import mlx.core as mx
 import pytest
 from kernel_cases import Case, build
 
-from headrace.runner import kernel_language, product_choice, small_rows
 from headrace.runner.attention import paged_decode, paged_decode_source
 from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
-from headrace.runner.kernel_language import CUDA_NAMES, cuda_kernel
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.kernel_text import KernelForm
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
-from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.row_operations import RowKernels
-from headrace.runner.sampling_kernel import SamplingKernel
-from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
-from headrace.runner.small_rows import Dense, Norm, Product
-from headrace.runner.small_rows_tiling import staged_tilings
+from headrace.runner.forwards.token_feed import TokenFeed
+from headrace.runner.kernels import language as kernel_language
+from headrace.runner.kernels.language import CUDA_NAMES, cuda_kernel
+from headrace.runner.kernels.text import KernelForm
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.products import choice as product_choice
+from headrace.runner.products import small_rows
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.packed_weights import PackedWeights
+from headrace.runner.products.row_operations import RowKernels
+from headrace.runner.products.small_rows import Dense, Norm, Product
+from headrace.runner.products.tiling import staged_tilings
+from headrace.runner.sampling.kernel import SamplingKernel
+from headrace.runner.sampling.source import CUDA_SAMPLING_NAMES
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
-from headrace.runner.token_feed import TokenFeed
 
 HALF = (mx.bfloat16, mx.float16)
 

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.small_rows_source import MACHINE
+from headrace.runner.products.small_rows_source import MACHINE
 
 SHIM = Path(__file__).parent / "cuda_shim" / "shim.hpp"
 TYPES = {

@@ -61,7 +61,8 @@ def expect(name: str, good: bool, what: object = "") -> None:
 
 def without_cache() -> None:
     """Kernels go to ``mx.fast.cuda_kernel`` alone."""
-    from headrace.runner import build, kernel_language
+    from headrace.runner import build
+    from headrace.runner.kernels import language as kernel_language
 
     none: Any = lambda: None  # noqa: E731
     kernel_language.device_cache = build.device_cache = none
@@ -70,7 +71,8 @@ def without_cache() -> None:
 def read_child(_args: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
 
-    from headrace.runner import kernel_cache, kernel_language
+    from headrace.runner.kernels import cache as kernel_cache
+    from headrace.runner.kernels import language as kernel_language
 
     cache = kernel_cache.device_cache()
     if cache is None:
@@ -100,7 +102,7 @@ def bits_child(args: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
     import numpy as np
 
-    from headrace.runner import kernel_cache
+    from headrace.runner.kernels import cache as kernel_cache
 
     if args.plain:
         without_cache()
@@ -130,8 +132,8 @@ def normal(*shape: int, dtype: Any = None) -> Any:
 
 
 def products() -> list[tuple[str, Any]]:
-    from headrace.runner.kernel_products import KernelProducts
-    from headrace.runner.small_rows import Dense, Norm, Product
+    from headrace.runner.products.kernel_products import KernelProducts
+    from headrace.runner.products.small_rows import Dense, Norm, Product
 
     own, found = KernelProducts(), []
     norm, bias = Norm(normal(1024), 1e-5), normal(1024)
@@ -170,9 +172,9 @@ def stored() -> list[tuple[str, Any]]:
     import mlx.core as mx
 
     from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
-    from headrace.runner.kv_pool import KVPool, LayerShape
-    from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
-    from headrace.runner.pool_store import PoolStore
+    from headrace.runner.kv.pool import KVPool, LayerShape
+    from headrace.runner.kv.store import PoolStore
+    from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView
 
     store, rotate = PoolStore.for_device(), RotateAndStore.for_device()
     assert store is not None and rotate is not None
@@ -195,7 +197,7 @@ def stored() -> list[tuple[str, Any]]:
 
 
 def experts() -> list[tuple[str, Any]]:
-    from headrace.runner.small_rows import Dense, Norm, plain_product
+    from headrace.runner.products.small_rows import Dense, Norm, plain_product
     from headrace.runner.substitutions.moe_decode import CudaExperts, Experts
 
     layer = Experts(
@@ -211,8 +213,9 @@ def start_child(args: argparse.Namespace) -> dict[str, Any]:
 
     mlx_environment.prepare()
     from headrace.config import EngineConfig
-    from headrace.runner import kernel_cache, kernel_language
     from headrace.runner.build import build_runner
+    from headrace.runner.kernels import cache as kernel_cache
+    from headrace.runner.kernels import language as kernel_language
 
     logging.basicConfig(level=logging.INFO, format="         %(message)s", stream=sys.stderr)
     if args.plain:

@@ -21,13 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gpu_products as gpu  # first: it makes the package importable
 import mlx.core as mx
 
-from headrace.runner import product_choice, small_rows
-from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.small_rows import Dense, Product
-from headrace.runner.small_rows_tiling import MOST_SHARED_BYTES, Tiling
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.kernels.language import compile_ahead
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.products import choice as product_choice
+from headrace.runner.products import small_rows
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.packed_weights import PackedWeights
+from headrace.runner.products.small_rows import Dense, Product
+from headrace.runner.products.tiling import MOST_SHARED_BYTES, Tiling
 
 PACKED_ROWS = (1, 8)
 MOST_OUTPUTS = 8192

@@ -33,12 +33,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from headrace.runner import product_choice, small_rows
-from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.small_rows import Dense, Norm, Product, plain_product
-from headrace.runner.small_rows_tiling import Staged, Tiling, staged_tilings, tilings
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.kernels.language import compile_ahead
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.products import choice as product_choice
+from headrace.runner.products import small_rows
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.small_rows import Dense, Norm, Product, plain_product
+from headrace.runner.products.tiling import Staged, Tiling, staged_tilings, tilings
 from headrace.runner.timing import best_seconds
 
 ROWS = (1, 5, 8, 32)
@@ -509,8 +510,8 @@ def check_blocks(name: str) -> str | None:
     from headrace.runner.attention.dispatch import install
     from headrace.runner.attention.paged_decode import PagedDecodeKernel
     from headrace.runner.attention.rotate_store import RotateAndStore
-    from headrace.runner.pool_store import PoolStore
-    from headrace.runner.product_choice import SmallRowsKernel
+    from headrace.runner.kv.store import PoolStore
+    from headrace.runner.products.choice import SmallRowsKernel
     from headrace.runner.substitutions import block_check
     from headrace.runner.substitutions.decoder_block import FusedBlock
     from headrace.runner.substitutions.fused_linear import fuse_projections

@@ -26,14 +26,14 @@ sys.path.insert(1, str(Path(__file__).parent.parent.parent))
 
 from sampling_cases import as_read
 
-from headrace.runner.kernel_language import CUDA_NAMES, compile_ahead, cuda_kernel
-from headrace.runner.sampler import sample
-from headrace.runner.sampling_batch import SamplingBatch
-from headrace.runner.sampling_check import BATCH_KINDS, asked_of, choose_sampling
-from headrace.runner.sampling_definition import Asked, fault, random_rows
-from headrace.runner.sampling_kernel import KINDS, SamplingKernel
-from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.kernels.language import CUDA_NAMES, compile_ahead, cuda_kernel
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.sampling.batch import SamplingBatch
+from headrace.runner.sampling.check import BATCH_KINDS, asked_of, choose_sampling
+from headrace.runner.sampling.definition import Asked, fault, random_rows
+from headrace.runner.sampling.kernel import KINDS, SamplingKernel
+from headrace.runner.sampling.sampler import sample
+from headrace.runner.sampling.source import CUDA_SAMPLING_NAMES
 
 VOCABS = (128256, 151936, 49152, 32003)
 ROWS = (1, 32, 128)

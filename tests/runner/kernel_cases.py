@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.runner.attention.random_pools import random_case
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (576, 512), (40, 72))

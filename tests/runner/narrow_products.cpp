@@ -23,7 +23,7 @@ void alone(const void* task, headrace::Piece piece, int size, int) { piece(task,
   std::exit(1);
 }
 
-// A matrix in a form: its bytes as narrow_weights.py lays them out, and its weights.
+// A matrix in a form: its bytes as cpu/narrow_weights.py lays them out, and its weights.
 struct Matrix {
   Form form;
   int outputs, inputs;

@@ -13,12 +13,12 @@ from headrace.core.layout import KVLayout
 from headrace.core.step import ScheduledRow, SchedulerOutput, StepResult
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.logits_head import substitute_head
+from headrace.runner.forwards.logits_head import substitute_head
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.kv.store import Store
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
-from headrace.runner.pool_store import Store
-from headrace.runner.sampling_kernel import SamplingKernel
+from headrace.runner.sampling.kernel import SamplingKernel
 
 
 def reference_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:

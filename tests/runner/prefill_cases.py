@@ -12,8 +12,8 @@ import numpy as np
 from kernel_cases import DTYPES, slots_of, vectors
 
 from headrace.runner.attention.random_pools import random_prompts
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 
 
 @dataclass(frozen=True)

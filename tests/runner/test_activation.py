@@ -11,7 +11,7 @@ import pytest
 from support.activations import activations_of
 
 from headrace.config import EngineConfig
-from headrace.runner import activation
+from headrace.runner.start import activation
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's largest chunk is run itself")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.runner import blas, blas_candidates
-from headrace.runner.blas import Measured
-from headrace.runner.blas_candidates import Candidate, candidates
+from headrace.runner.cpu import blas, blas_candidates
+from headrace.runner.cpu.blas import Measured
+from headrace.runner.cpu.blas_candidates import Candidate, candidates
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has a fast BLAS of its own")
 
@@ -35,7 +35,7 @@ def in_child(program: str, cache: Path, **environment: str) -> dict[str, object]
 PRODUCT = """
 import json
 from dataclasses import asdict
-from headrace.runner.blas import prepare
+from headrace.runner.cpu.blas import prepare
 choice = prepare()
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -70,7 +70,7 @@ def test_threads_that_the_user_set(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_too_late_is_said(tmp_path: Path) -> None:
     program = (
-        "import json, mlx.core\nfrom dataclasses import asdict\nfrom headrace.runner.blas import prepare\n"
+        "import json, mlx.core\nfrom dataclasses import asdict\nfrom headrace.runner.cpu.blas import prepare\n"
         "print(json.dumps(asdict(prepare())))"
     )
     choice = in_child(program, tmp_path)

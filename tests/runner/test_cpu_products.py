@@ -23,12 +23,13 @@ from tiny_models import tiny_model
 
 from headrace.core.machine import cpu_features
 from headrace.errors import StartupError
-from headrace.runner import cpu_products, native_extension
-from headrace.runner.narrow_weights import (
+from headrace.runner.cpu import products as cpu_products
+from headrace.runner.cpu.narrow_weights import (
     NarrowMatrix,
     NarrowProducts,
     stacked,
 )
+from headrace.runner.kernels import native_extension
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.modules import calls_only
 from headrace.runner.substitutions.narrow_linear import (
@@ -270,8 +271,9 @@ def test_forms_for_other_processors(products: NarrowProducts, processor: str) ->
     if processor == "haswell" and "avx2" not in cpu_features().split():
         pytest.skip("this processor has no AVX2")
     program = (
-        "import sys, mlx.core; from headrace.runner import cpu_experts, cpu_products, native_extension;"
-        "from headrace.runner.narrow_weights import NarrowProducts;"
+        "import sys, mlx.core; from headrace.runner.kernels import native_extension;"
+        "from headrace.runner.cpu import experts as cpu_experts, products as cpu_products;"
+        "from headrace.runner.cpu.narrow_weights import NarrowProducts;"
         "module = native_extension.load(cpu_products.extension((sys.argv[1],)));"
         "products = NarrowProducts(module);"
         "print(module.lanes(), cpu_products.check(products), cpu_experts.check(products))"

@@ -23,10 +23,10 @@ from tiny_models import CONFIGS, VOCAB, tiny_model
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.view import LayerView
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
-from headrace.runner.small_rows import KINDS, Product, Products, plain_product
+from headrace.runner.products.choice import MEASURED_ROWS, SmallRowsKernel
+from headrace.runner.products.small_rows import KINDS, Product, Products, plain_product
 from headrace.runner.substitutions.block_check import BlockTools, compare, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock, rotary_spec
 from headrace.runner.substitutions.fused_linear import fuse_projections

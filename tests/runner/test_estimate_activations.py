@@ -16,8 +16,9 @@ from support.activations import activations_of
 from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
 from headrace.core.memory_plan import DeviceMemory
-from headrace.runner import activation, cpu_products
+from headrace.runner.cpu import products as cpu_products
 from headrace.runner.estimate import estimate
+from headrace.runner.start import activation
 from headrace.runner.substitutions import native_block
 
 pytestmark = [

@@ -24,8 +24,8 @@ from headrace.core.step import ScheduledRow, SchedulerOutput
 from headrace.params import SamplingParams
 from headrace.runner.attention import gather, gathered_prefill
 from headrace.runner.attention.gathered_prefill import attend_prefill
-from headrace.runner.input_batch import prefill_length
-from headrace.runner.kv_pool import KVPool, LayerShape
+from headrace.runner.kv.input_batch import prefill_length
+from headrace.runner.kv.pool import KVPool, LayerShape
 from headrace.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.runner.native_extension import NATIVE
+from headrace.runner.kernels.native_extension import NATIVE
 
 pytestmark = [
     pytest.mark.slow,

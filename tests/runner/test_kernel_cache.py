@@ -18,13 +18,14 @@ import pytest
 from cuda_forms import all_kernels, blank_kernel, recorded
 from tiny_models import tiny_model
 
-from headrace.runner import kernel_cache, kernel_language
 from headrace.runner.attention import kernel_check, paged_decode_source
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.kernel_check import choose_kernel
 from headrace.runner.attention.paged_decode import CUDA_FLOATS, PagedDecodeKernel
 from headrace.runner.attention.rotate_store import RotateAndStore
-from headrace.runner.kernel_cache import (
+from headrace.runner.kernels import cache as kernel_cache
+from headrace.runner.kernels import language as kernel_language
+from headrace.runner.kernels.cache import (
     KernelCache,
     compile_form,
     compile_options,
@@ -33,12 +34,12 @@ from headrace.runner.kernel_cache import (
     mlx_hash,
     remove_incomplete,
 )
-from headrace.runner.kernel_language import CUDA_NAMES, compile_ahead, cuda_kernel
-from headrace.runner.kernel_text import KernelForm, KernelSource
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.nvrtc import Image, Nvrtc, NvrtcError, include_folders, loaded_library
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.product_choice import SmallRowsKernel
+from headrace.runner.kernels.language import CUDA_NAMES, compile_ahead, cuda_kernel
+from headrace.runner.kernels.nvrtc import Image, Nvrtc, NvrtcError, include_folders, loaded_library
+from headrace.runner.kernels.text import KernelForm, KernelSource
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.products.choice import SmallRowsKernel
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.moe_decode import ExpertsChoice

@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import emulated
 from test_decoder_block import FunctionalRotate, model_with
 
-from headrace.runner import kernel_products
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotateAndStore
-from headrace.runner.kernel_language import CUDA_NAMES
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.small_rows import Dense, Norm, Product, largest_difference, plain_product
-from headrace.runner.small_rows_tiling import SHARED_BYTES, tilings
+from headrace.runner.kernels.language import CUDA_NAMES
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.products import kernel_products
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.small_rows import Dense, Norm, Product, largest_difference, plain_product
+from headrace.runner.products.tiling import SHARED_BYTES, tilings
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.block_check import compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward

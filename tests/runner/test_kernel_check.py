@@ -12,9 +12,9 @@ from headrace.runner.attention import kernel_check
 from headrace.runner.attention.kernel_check import choose_kernel, choose_model_kernel
 from headrace.runner.attention.paged_decode import PagedDecodeKernel
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.layout import ModelLayout
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 
 LAYER = LayerShape(0, 2, 64, 64, mx.bfloat16)
 

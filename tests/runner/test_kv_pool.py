@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.step import BlockCopy
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import KVPool, LayerShape
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.pool import KVPool, LayerShape
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Rounding of one value held so, as a share of the vector's largest: half a step of the range, and the scales' own.

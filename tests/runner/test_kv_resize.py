@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner.kv_pool import KVPool, LayerShape
+from headrace.runner.kv.pool import KVPool, LayerShape
 
 SIZE = 4
 

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError, StartupError
-from headrace.runner import loader
-from headrace.runner.loader import Form, candidate_forms, load_model
+from headrace.runner.loading import loader
+from headrace.runner.loading.loader import Form, candidate_forms, load_model
 from headrace.runner.mlx_lm_adapter import build_model
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))

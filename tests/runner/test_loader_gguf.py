@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from headrace.checkpoint.gguf_file import read_metadata
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError
-from headrace.runner.gguf_blocks import EXACT, GROUP, packed_rows
-from headrace.runner.loader import load_model
+from headrace.runner.loading.gguf_blocks import EXACT, GROUP, packed_rows
+from headrace.runner.loading.loader import load_model
 from headrace.runner.mlx_lm_adapter import build_model, one_sequence_cache
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))

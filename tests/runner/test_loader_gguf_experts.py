@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError
-from headrace.runner.loader import load_model
+from headrace.runner.cpu.narrow_weights import NarrowProducts
+from headrace.runner.loading.loader import load_model
 from headrace.runner.mlx_lm_adapter import build_model
-from headrace.runner.narrow_weights import NarrowProducts
 from headrace.runner.substitutions.narrow_experts import NarrowSwitchGLU
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))

@@ -14,7 +14,7 @@ from support import scripted
 
 from headrace.checkpoint.model_folder import describe
 from headrace.errors import ModelFileError
-from headrace.runner.loader import load_model
+from headrace.runner.loading.loader import load_model
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 
 WORDS = scripted.vocabulary()

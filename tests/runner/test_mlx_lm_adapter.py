@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from headrace.runner import loader
+from headrace.runner.loading import loader
 from headrace.runner.substitutions import decoder_block, moe_decode, packed_linear
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 60))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_small_rows_source import EPS, SHIM, bits_of, build, pointer, value_of
 
-from headrace.runner import small_rows_source
+from headrace.runner.products import small_rows_source
 from headrace.runner.substitutions import moe_source as source
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]

@@ -26,18 +26,20 @@ from headrace.config import EngineConfig
 from headrace.core.machine import cpu_features
 from headrace.core.memory_plan import DeviceMemory
 from headrace.errors import StartupError
-from headrace.runner import cpu_experts, cpu_products, native_extension
-from headrace.runner.cpu_experts import ACTIVATIONS, SILU, reference
-from headrace.runner.cpu_products import Measured, NarrowChoice
-from headrace.runner.estimate import estimate
-from headrace.runner.loader import LoadedModel, load_model
-from headrace.runner.narrow_weights import (
+from headrace.runner.cpu import experts as cpu_experts
+from headrace.runner.cpu import products as cpu_products
+from headrace.runner.cpu.experts import ACTIVATIONS, SILU, reference
+from headrace.runner.cpu.narrow_weights import (
     Activation,
     NarrowProducts,
     NarrowStack,
     interleaved_biases,
 )
-from headrace.runner.packing import Packing, with_eight_bits
+from headrace.runner.cpu.products import Measured, NarrowChoice
+from headrace.runner.estimate import estimate
+from headrace.runner.kernels import native_extension
+from headrace.runner.loading.loader import LoadedModel, load_model
+from headrace.runner.loading.packing import Packing, with_eight_bits
 from headrace.runner.substitutions.modules import calls_only
 from headrace.runner.substitutions.narrow_experts import (
     KINDS,
@@ -193,12 +195,12 @@ def test_shapes_of_a_batch_and_no_rows(products: NarrowProducts) -> None:
 
 THREADED = """
 import sys
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 blas.prepare()
 import mlx.core as mx
-from headrace.runner import cpu_products
-from headrace.runner.cpu_experts import ACTIVATIONS
-from headrace.runner.narrow_weights import NarrowForm, NarrowProducts, NarrowStack
+from headrace.runner.cpu import products as cpu_products
+from headrace.runner.cpu.experts import ACTIVATIONS
+from headrace.runner.cpu.narrow_weights import NarrowForm, NarrowProducts, NarrowStack
 given = mx.load(sys.argv[1])
 products = NarrowProducts(cpu_products._load())
 gate_up = NarrowStack(NarrowForm(4, 32, "float16", 128, 128), given["gate_up"])
@@ -504,8 +506,9 @@ def test_models_that_look_at_experts_weights_are_told_apart() -> None:
 OTHER = """
 import sys
 import mlx.core
-from headrace.runner import cpu_experts, cpu_products, native_extension
-from headrace.runner.narrow_weights import NarrowProducts
+from headrace.runner.cpu import experts as cpu_experts, products as cpu_products
+from headrace.runner.kernels import native_extension
+from headrace.runner.cpu.narrow_weights import NarrowProducts
 module = native_extension.load(cpu_products.extension((f"-march={sys.argv[1]}",)))
 assert not cpu_experts.check(NarrowProducts(module))
 """

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner.narrow_weights import STRIP, NarrowProducts
+from headrace.runner.cpu.narrow_weights import STRIP, NarrowProducts
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights of the CPU")
 

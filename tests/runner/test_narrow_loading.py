@@ -18,14 +18,14 @@ from mlx.utils import tree_flatten
 from headrace.checkpoint.model_folder import describe
 from headrace.config import EngineConfig
 from headrace.core.memory_plan import DeviceMemory
-from headrace.runner import cpu_products
-from headrace.runner.cpu_products import NarrowChoice
+from headrace.runner.cpu import products as cpu_products
+from headrace.runner.cpu.narrow_weights import NarrowProducts
+from headrace.runner.cpu.products import NarrowChoice
 from headrace.runner.estimate import estimate
-from headrace.runner.loader import Form, LoadedModel, Plan, candidate_forms, choose_plan, load_model
+from headrace.runner.loading.loader import Form, LoadedModel, Plan, candidate_forms, choose_plan, load_model
+from headrace.runner.loading.weight_piece import Piece
 from headrace.runner.mlx_lm_adapter import build_model
-from headrace.runner.narrow_weights import NarrowProducts
 from headrace.runner.substitutions.narrow_linear import NarrowEmbedding, NarrowLinear
-from headrace.runner.weight_piece import Piece
 
 sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 

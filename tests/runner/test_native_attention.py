@@ -13,16 +13,16 @@ from test_reference_attention import PARAMS, SIZE, Case
 
 from headrace.core.layout import KVLayout, LayerGroup
 from headrace.core.step import BlockCopy, ScheduledRow
-from headrace.runner import native_extension
 from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.native_attention import NativeAttention
 from headrace.runner.attention.native_check import NativeChoice, _choose, choose_native
-from headrace.runner.cpu_operations import CpuOperations, load_operations
-from headrace.runner.input_batch import InputBatchBuilder
-from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import LayerView
-from headrace.runner.pool_store import CpuPoolStore
+from headrace.runner.cpu.operations import CpuOperations, load_operations
+from headrace.runner.kernels import native_extension
+from headrace.runner.kv.input_batch import InputBatchBuilder
+from headrace.runner.kv.layout import ModelLayout
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import CpuPoolStore
+from headrace.runner.kv.view import LayerView
 
 OPERATIONS = load_operations() if shutil.which("g++") else None
 needs_operations = pytest.mark.skipif(OPERATIONS is None, reason="the native operations cannot be built here")

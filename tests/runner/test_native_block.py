@@ -12,11 +12,11 @@ from tiny_models import tiny_model
 
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.native_attention import NativeAttention
-from headrace.runner.cpu_operations import CpuOperations, load_operations
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import LayerView, PagedMask
-from headrace.runner.narrow_weights import NarrowProducts
-from headrace.runner.pool_store import CpuPoolStore
+from headrace.runner.cpu.narrow_weights import NarrowProducts
+from headrace.runner.cpu.operations import CpuOperations, load_operations
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import CpuPoolStore
+from headrace.runner.kv.view import LayerView, PagedMask
 from headrace.runner.substitutions import native_block, native_norm, rotary
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.narrow_linear import NarrowLinear, substitute_narrow

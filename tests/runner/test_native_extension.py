@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.runner import native_extension
-from headrace.runner.native_extension import Extension, ExtensionError, build_ahead, load
+from headrace.runner.kernels import native_extension
+from headrace.runner.kernels.native_extension import Extension, ExtensionError, build_ahead, load
 
 
 @pytest.fixture

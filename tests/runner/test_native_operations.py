@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models import gemma3_text
 from tiny_models import tiny_model
 
-from headrace.runner.cpu_operations import CpuOperations, load_operations
+from headrace.runner.cpu.operations import CpuOperations, load_operations
 from headrace.runner.substitutions.gated_mlp import substitute_gated_mlps
 from headrace.runner.substitutions.native_norm import NativeNorm, substitute_norms
 from headrace.runner.substitutions.rotary import substitute_rotary

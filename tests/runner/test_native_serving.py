@@ -12,7 +12,7 @@ from test_scripted_serving import ENDS, Serving, build, prompt, said
 from headrace.params import SamplingParams
 from headrace.request import EngineRequest
 from headrace.runner import build as building
-from headrace.runner.cpu_operations import load_operations
+from headrace.runner.cpu.operations import load_operations
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.machine import cpu_features
-from headrace.runner import native_extension
+from headrace.runner.kernels import native_extension
 
 HERE = Path(__file__).parent
 FEATURES = set(cpu_features().split())

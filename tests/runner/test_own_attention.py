@@ -33,11 +33,11 @@ from headrace.request import EngineRequest
 from headrace.runner import build as builder
 from headrace.runner import estimate as estimate_module
 from headrace.runner.build import BuiltRunner, build_runner
-from headrace.runner.context_cost import computes_own_attention
 from headrace.runner.estimate import estimate
-from headrace.runner.forward_split import ForwardLimit
-from headrace.runner.kv_layout import read_layout
+from headrace.runner.forwards.split import ForwardLimit
+from headrace.runner.kv.layout import read_layout
 from headrace.runner.model_runner import RunnerOptions
+from headrace.runner.start.context_cost import computes_own_attention
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 LONG, SEQS, MIB = 2500, 4, 2**20

@@ -24,11 +24,11 @@ from headrace.config import EngineConfig
 from headrace.core.memory_plan import DeviceMemory
 from headrace.errors import StartupError
 from headrace.runner.estimate import estimate
-from headrace.runner.loader import LoadedModel, candidate_forms, load_model, outline_model
+from headrace.runner.loading.loader import LoadedModel, candidate_forms, load_model, outline_model
 from headrace.runner.mlx_lm_adapter import build_model
-from headrace.runner.packed_weights import PackedWeights, wide
-from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
-from headrace.runner.small_rows import (
+from headrace.runner.products.choice import MEASURED_ROWS, SmallRowsKernel
+from headrace.runner.products.packed_weights import PackedWeights, wide
+from headrace.runner.products.small_rows import (
     LEAST_UNPACKED,
     MAX_ROWS,
     Dense,

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
 
-from headrace.runner import kernel_products
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.packed_weights import PackedWeights
-from headrace.runner.small_rows import Dense, Norm, Product, plain_product
-from headrace.runner.small_rows_tiling import Tiling
+from headrace.runner.products import kernel_products
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.packed_weights import PackedWeights
+from headrace.runner.products.small_rows import Dense, Norm, Product, plain_product
+from headrace.runner.products.tiling import Tiling
 from headrace.runner.substitutions import moe_decode
 from headrace.runner.substitutions.moe_decode import CudaExperts, Experts, ExpertsTiling
 

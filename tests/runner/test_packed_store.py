@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import emulated
 
 from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
-from headrace.runner.kernel_language import CUDA_NAMES
-from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
-from headrace.runner.pool_store import PoolStore
+from headrace.runner.kernels.language import CUDA_NAMES
+from headrace.runner.kv.packing import Packed, VectorPacking, scale_dtype
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 HEADS, KV, SLOTS = 4, 2, (3, 62, 40, 0)

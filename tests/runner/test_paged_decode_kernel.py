@@ -17,7 +17,7 @@ import gpu_kernel_grid as grid
 from headrace.runner.attention.kernel_check import choose_kernel
 from headrace.runner.attention.paged_decode import CUDA_FLOATS, METAL_FLOATS, Form, PagedDecodeKernel, refusal
 from headrace.runner.attention.random_pools import random_case
-from headrace.runner.kv_pool import LayerShape
+from headrace.runner.kv.pool import LayerShape
 
 on_a_gpu = pytest.mark.skipif(mx.default_device() != mx.gpu, reason="needs a GPU: MLX computes on the CPU here")
 LLAMA = LayerShape(0, 8, 128, 128, mx.bfloat16)

@@ -15,8 +15,8 @@ from headrace.runner.attention.paged_prefill import Form, PagedPrefillKernel, re
 from headrace.runner.attention.prefill_check import choose_prefill
 from headrace.runner.attention.random_pools import random_prompts
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import KVHandle, LayerView, PagedMask
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import KVHandle, LayerView, PagedMask
 
 LAYER = LayerShape(0, 2, 64, 64, mx.bfloat16)
 FORM = LayerForm(LAYER, 4, None)

@@ -8,11 +8,11 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from headrace.runner import product_choice
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.product_choice import MEASURED_ROWS, SmallRowsKernel
-from headrace.runner.small_rows import Dense, Form, Product, Way, largest_difference, plain_product
-from headrace.runner.small_rows_tiling import Staged, Tiling
+from headrace.runner.products import choice as product_choice
+from headrace.runner.products.choice import MEASURED_ROWS, SmallRowsKernel
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.small_rows import Dense, Form, Product, Way, largest_difference, plain_product
+from headrace.runner.products.tiling import Staged, Tiling
 from headrace.runner.timing import Cost
 
 US = 1e-6

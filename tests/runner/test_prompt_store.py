@@ -26,18 +26,18 @@ from test_decoder_block import FunctionalRotate, model_with
 from tiny_models import VOCAB
 
 from headrace.params import SamplingParams
-from headrace.runner import row_operations
 from headrace.runner.attention import gathered_prefill, rotate_store
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.rotate_store import RotarySpec, RotateAndStore
-from headrace.runner.kernel_language import CUDA_NAMES
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
+from headrace.runner.kernels.language import CUDA_NAMES
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView, PagedMask
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.row_operations import RowKernels
-from headrace.runner.small_rows import plain_product
+from headrace.runner.products import row_operations
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.row_operations import RowKernels
+from headrace.runner.products.small_rows import plain_product
 from headrace.runner.substitutions import block_check
 from headrace.runner.substitutions.block_check import PROMPTS, Tokens, compare
 from headrace.runner.substitutions.decoder_block import FusedBlock, attention_parts, dense_feed_forward

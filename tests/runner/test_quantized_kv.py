@@ -17,8 +17,8 @@ from tiny_models import CONFIGS, VOCAB, tiny_model
 
 from headrace.errors import StartupError
 from headrace.params import SamplingParams
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_pool import KVPool
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.pool import KVPool
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import RunnerOptions
 

@@ -13,10 +13,10 @@ from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
 from headrace.runner.attention import gather, slices
 from headrace.runner.attention.reference import materialize, materialized_mask, paged_attention, scratch_bytes
-from headrace.runner.input_batch import InputBatchBuilder
-from headrace.runner.kv_packing import Packed
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.kv.input_batch import InputBatchBuilder
+from headrace.runner.kv.packing import Packed
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView
 
 SIZE = 4
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)

@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import EmulatedKernel, emulated
 
-from headrace.runner import product_choice, row_operations
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.row_operations import MLX_ROWS, RowKernels, RowOperations
-from headrace.runner.small_rows import Dense, Norm, Product, largest_difference, plain_product
+from headrace.runner.products import choice as product_choice
+from headrace.runner.products import row_operations
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.row_operations import MLX_ROWS, RowKernels, RowOperations
+from headrace.runner.products.small_rows import Dense, Norm, Product, largest_difference, plain_product
 from headrace.runner.timing import Cost
 
 EPS = 1e-5

@@ -8,9 +8,9 @@ import pytest
 
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
-from headrace.runner import sampler
-from headrace.runner.sampler import CANDIDATES, argmax_in_parts, sample, token_logprobs
-from headrace.runner.sampling_batch import build_sampling_batch
+from headrace.runner.sampling import sampler
+from headrace.runner.sampling.batch import build_sampling_batch
+from headrace.runner.sampling.sampler import CANDIDATES, argmax_in_parts, sample, token_logprobs
 
 VOCAB = 2000
 

@@ -18,13 +18,13 @@ from sampling_cases import as_read
 from tiny_models import VOCAB, tiny_model
 
 from headrace.params import SamplingParams
-from headrace.runner.kernel_language import CUDA_NAMES
-from headrace.runner.sampler import sample
-from headrace.runner.sampling_batch import LogitEdits, SamplingBatch
-from headrace.runner.sampling_check import choose_sampling
-from headrace.runner.sampling_definition import Asked, fault, random_rows
-from headrace.runner.sampling_kernel import SamplingKernel
-from headrace.runner.sampling_source import CUDA_SAMPLING_NAMES
+from headrace.runner.kernels.language import CUDA_NAMES
+from headrace.runner.sampling.batch import LogitEdits, SamplingBatch
+from headrace.runner.sampling.check import choose_sampling
+from headrace.runner.sampling.definition import Asked, fault, random_rows
+from headrace.runner.sampling.kernel import SamplingKernel
+from headrace.runner.sampling.sampler import sample
+from headrace.runner.sampling.source import CUDA_SAMPLING_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 NAMES = CUDA_NAMES + CUDA_SAMPLING_NAMES

@@ -18,18 +18,18 @@ from test_decoder_block import FunctionalRotate, WrongPacking
 from tiny_models import CONFIGS, VOCAB, tiny_model
 
 from headrace.errors import StartupError
-from headrace.runner import self_check
 from headrace.runner.attention import slices
 from headrace.runner.attention.dispatch import install
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.logits_head import substitute_head
+from headrace.runner.forwards.logits_head import substitute_head
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.pool import KVPool
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.packed_check import packed_fault
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.self_check import choose_options
-from headrace.runner.small_rows import plain_product
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.small_rows import plain_product
+from headrace.runner.start import self_check
+from headrace.runner.start.packed_check import packed_fault
+from headrace.runner.start.self_check import choose_options
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock
 from headrace.runner.substitutions.fused_linear import fuse_projections

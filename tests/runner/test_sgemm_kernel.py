@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.core.machine import cpu_features
-from headrace.runner import blas_probe
-from headrace.runner.blas_candidates import candidates, compile_kernel
+from headrace.runner.cpu import blas_probe
+from headrace.runner.cpu.blas_candidates import candidates, compile_kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has a fast BLAS of its own")
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner import small_rows_source as source
+from headrace.runner.products import small_rows_source as source
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 SHIM = Path(__file__).parent / "cuda_shim" / "shim.hpp"

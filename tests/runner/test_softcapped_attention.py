@@ -20,10 +20,10 @@ from headrace.params import SamplingParams
 from headrace.runner.attention import gather, slices
 from headrace.runner.attention.dispatch import install
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.context_cost import computes_own_attention
-from headrace.runner.kv_layout import read_layout
+from headrace.runner.kv.layout import read_layout
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import RunnerOptions
+from headrace.runner.start.context_cost import computes_own_attention
 from headrace.runner.substitutions.fused_linear import fuse_projections
 from headrace.runner.substitutions.softcapped_attention import SoftcappedAttention, substitute_softcapped_attention
 

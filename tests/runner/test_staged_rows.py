@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from emulated_cuda import emulated
 
-from headrace.runner import kernel_products
-from headrace.runner.kernel_products import KernelProducts
-from headrace.runner.product_choice import MEASURED_ROWS
-from headrace.runner.small_rows import Dense, Norm, Product
-from headrace.runner.small_rows_tiling import SHARED_BYTES, Staged, staged_tilings
+from headrace.runner.products import kernel_products
+from headrace.runner.products.choice import MEASURED_ROWS
+from headrace.runner.products.kernel_products import KernelProducts
+from headrace.runner.products.small_rows import Dense, Norm, Product
+from headrace.runner.products.tiling import SHARED_BYTES, Staged, staged_tilings
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 EPS = 1e-5

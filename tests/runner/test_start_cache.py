@@ -15,7 +15,7 @@ from headrace.config import EngineConfig
 from headrace.runner import build
 from headrace.runner.device import read_device
 from headrace.runner.model_runner import RunnerOptions
-from headrace.runner.start_cache import StartCache, StartFacts, start_key
+from headrace.runner.start.cache import StartCache, StartFacts, start_key
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner import step_graphs
 from headrace.runner.device_arrays import MARK_SHAPE
-from headrace.runner.input_batch import HostInts
-from headrace.runner.step_graphs import STEPS_TO_SETTLE, Recorder, StepGraphs
+from headrace.runner.forwards import step_graphs
+from headrace.runner.forwards.step_graphs import STEPS_TO_SETTLE, StepGraphs
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.kv.input_batch import HostInts
 
 
 def forward(tokens: mx.array, sent: Sequence[HostInts], marks: list[mx.array]) -> tuple[mx.array, list[mx.array]]:

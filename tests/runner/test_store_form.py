@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner import pool_store
 from headrace.runner.attention import rotate_store_source
-from headrace.runner.kernel_language import METAL_NAMES
-from headrace.runner.kv_packing import VectorPacking
+from headrace.runner.kernels.language import METAL_NAMES
+from headrace.runner.kv import store as pool_store
+from headrace.runner.kv.packing import VectorPacking
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 TOLERANCE = 3e-4  # float32 angles of some hundred radians

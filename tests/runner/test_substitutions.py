@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import tiny_model
 
-from headrace.runner.cpu_math import fast_exp, fast_exp_of_any_shape, gelu_gate, silu_gate
-from headrace.runner.logits_head import substitute_head
+from headrace.runner.cpu.elementwise import fast_exp, fast_exp_of_any_shape, gelu_gate, silu_gate
+from headrace.runner.forwards.logits_head import substitute_head
 from headrace.runner.substitutions.fused_linear import FusedPart, fuse_projections
 from headrace.runner.substitutions.gated_mlp import GatedMLP, substitute_gated_mlps
 from headrace.runner.substitutions.rotary import TableRotary, substitute_rotary
@@ -49,7 +49,7 @@ def test_fast_exp_saturates() -> None:
 MANY_SHAPES = """
 import gc, psutil
 import mlx.core as mx
-from headrace.runner.cpu_math import silu_gate
+from headrace.runner.cpu.elementwise import silu_gate
 
 def held():
     gc.collect()

@@ -12,7 +12,7 @@ from emulated_cuda import emulated
 
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
-from headrace.runner.token_feed import TokenFeed, fed_tokens, feed_of
+from headrace.runner.forwards.token_feed import TokenFeed, fed_tokens, feed_of
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 

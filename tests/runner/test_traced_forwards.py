@@ -17,7 +17,7 @@ from tiny_models import VOCAB, tiny_model
 
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
-from headrace.runner import traced_forwards
+from headrace.runner.forwards import traced as traced_forwards
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

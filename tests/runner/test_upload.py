@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from headrace.runner import upload
-from headrace.runner.native_extension import NATIVE, ExtensionError
-from headrace.runner.upload import MOST_BYTES, Uploads
+from headrace.runner.kernels import upload
+from headrace.runner.kernels.native_extension import NATIVE, ExtensionError
+from headrace.runner.kernels.upload import MOST_BYTES, Uploads
 
 
 class Native:

@@ -24,10 +24,10 @@ from headrace.checkpoint.model_folder import describe
 from headrace.core.step import ScheduledRow
 from headrace.params import SamplingParams
 from headrace.runner.attention.dispatch import install
-from headrace.runner.kv_layout import read_layout
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.loader import load_model
-from headrace.runner.logits_head import HeadSelector, substitute_head
+from headrace.runner.forwards.logits_head import HeadSelector, substitute_head
+from headrace.runner.kv.layout import read_layout
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.loading.loader import load_model
 from headrace.runner.mlx_lm_adapter import one_sequence_cache
 from headrace.runner.model_runner import ModelRunner, RunnerOptions
 
@@ -115,7 +115,7 @@ def test_gemma3_270m() -> None:
     if not path.is_file():
         pytest.skip(f"{path.name} is not at hand")
     script = (
-        "from headrace.runner import blas; blas.prepare()\n"  # before MLX is imported, as a worker does
+        "from headrace.runner.cpu import blas; blas.prepare()\n"  # before MLX is imported, as a worker does
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         f"import test_window_edge; test_window_edge.check_gemma3({str(path)!r})"
     )

@@ -4,7 +4,7 @@ import os
 import tempfile
 
 from headrace.files import cache_folder
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 
 
 def take_own_temporary_folder(run: str) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def activations_of(config: EngineConfig, chunk: int) -> Callable[[], int]:
     """Measures bytes of a chunk of ``chunk`` tokens beside one sampled row; the model is prepared once (CPU)."""
     from headrace.checkpoint.model_folder import describe
-    from headrace.runner import activation, build
+    from headrace.runner import build
+    from headrace.runner.start import activation
 
     prepared = build._prepare(config, describe(config.model), build.read_device(), lambda stage, fraction: None)
     return lambda: activation.measure_activation_bytes(

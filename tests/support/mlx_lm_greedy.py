@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from headrace.runner import blas
+from headrace.runner.cpu import blas
 
 blas.prepare()  # before MLX is imported
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.layer_view import KVHandle, LayerView, PagedMask
+from headrace.runner.kv.view import KVHandle, LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import bind_attention, original_attention
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, capped
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.view import LayerView
 
 GATHER_BYTES = 128 * 1024 * 1024
 # Bound on one tile of float32 scores, and keys of one.

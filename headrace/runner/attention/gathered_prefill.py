@@ -13,7 +13,7 @@ answer than one that finds them in the cache.
 
 On CUDA the library plans every shape it has not seen, 50 ms on one H200, many times the attention's own time. So
 few shapes are used: prompts with nothing before them are padded to powers of two, rows and lengths (which are
-planned before the first request, ``warm_up.py``); behind prefixes a call's ends lie on a grid. Queries begin
+planned before the first request, ``start/warm_up.py``); behind prefixes a call's ends lie on a grid. Queries begin
 earlier or end later (repeated, nobody reads them), keys end later (hidden by causality).
 """
 
@@ -25,8 +25,8 @@ import mlx.core as mx
 
 from headrace.runner.attention import gather
 from headrace.runner.attention.online_softmax import Earlier, after
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 
 # Grids of a call's first and last position on CUDA, each for contexts up to a length; the last for all others.
 SHAPE_GRID = 1024

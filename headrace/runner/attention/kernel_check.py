@@ -21,10 +21,10 @@ from headrace.errors import one_line
 from headrace.runner.attention.paged_decode import PagedDecodeKernel, blocks_per_row, refusal, takes_tiles
 from headrace.runner.attention.random_pools import float32_view, random_case
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kernels.language import compile_ahead
+from headrace.runner.kv.layout import ModelLayout
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 from headrace.runner.timing import best_seconds, no_slower
 
 log = logging.getLogger("headrace.runner")

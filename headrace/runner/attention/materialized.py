@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from headrace.runner.attention.reference import materialize, materialized_mask
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.view import LayerView
 
 
 class MaterializedView(LayerView):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from headrace.runner.cpu_operations import CpuOperations
-from headrace.runner.layer_view import LayerView
+from headrace.runner.cpu.operations import CpuOperations
+from headrace.runner.kv.view import LayerView
 
 # Spans of contexts that wait to be merged (kPartialFloats), and what each thread works in.
 _WAITING_BYTES, _THREAD_BYTES = 16 << 20, 1 << 20

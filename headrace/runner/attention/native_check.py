@@ -3,7 +3,7 @@
 Every distinct form that the model's layers will use runs over random pools, decode rows and a prefill of ragged
 rows through shuffled block tables, and is compared with the reference over the same pool. It is used when all
 outputs match and decode takes no longer than the reference over all layers; so is, then, writing in place
-(``pool_store.py``), which lets steps be started before earlier ones have been read.
+(``kv/store.py``), which lets steps be started before earlier ones have been read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.native_attention import NativeAttention
 from headrace.runner.attention.reference import paged_attention
 from headrace.runner.attention.slices import bundle_limits
-from headrace.runner.cpu_operations import CpuOperations
-from headrace.runner.input_batch import InputBatchBuilder
-from headrace.runner.kv_layout import ModelLayout
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import LayerView
-from headrace.runner.pool_store import CpuPoolStore, Store
+from headrace.runner.cpu.operations import CpuOperations
+from headrace.runner.kv.input_batch import InputBatchBuilder
+from headrace.runner.kv.layout import ModelLayout
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import CpuPoolStore, Store
+from headrace.runner.kv.view import LayerView
 
 log = logging.getLogger("headrace.runner")
 

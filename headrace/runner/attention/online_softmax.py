@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from headrace.runner.cpu_math import Compiled, fast_exp
+from headrace.runner.cpu.elementwise import Compiled, fast_exp
 
 # Score of a position that a query may not see: finite, so that a tile without a visible position stays finite.
 # What such a tile adds is scaled to zero as soon as a visible position follows, and one always does.

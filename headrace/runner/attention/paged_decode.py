@@ -16,10 +16,10 @@ from headrace.runner.attention import packed_decode_source as packed_source
 from headrace.runner.attention import paged_decode_source as source
 from headrace.runner.attention import tile_decode_source as tile_source
 from headrace.runner.device_arrays import DeviceConstants
-from headrace.runner.kernel_language import cuda_kernel
-from headrace.runner.kv_packing import scale_dtype
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kernels.language import cuda_kernel
+from headrace.runner.kv.packing import scale_dtype
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.view import LayerView
 
 # Thread blocks that keep a large GPU busy; the context is split until there are about this many.
 BUSY_BLOCKS = 512

@@ -10,7 +10,7 @@ Algorithm (split over the context as in Flash-Decoding, Dao et al. 2023; online 
               bandwidth), sums the products over its lanes and goes on with its own maximum, sum and output
     end       lane groups and warps combine by their maxima; a second kernel combines the splits
 
-K and V are read once for the GT queries that share a KV head. Packed vectors (``kv_packing.py``) are read packed:
+K and V are read once for the GT queries that share a KV head. Packed vectors (``kv/packing.py``) are read packed:
 a lane's 8 elements are one word (4 bits) or two, with one scale and bias. Positions come from the row's own
 bounds, so splits of a short row next to a long one cost nothing. Accumulation is float32; exponentials are of
 base 2.

@@ -18,10 +18,10 @@ from headrace.runner.attention import paged_prefill_source as source
 from headrace.runner.attention.gathered_prefill import reads_new
 from headrace.runner.attention.paged_decode import pool_names
 from headrace.runner.device_arrays import DeviceConstants
-from headrace.runner.kernel_language import cuda_kernel
-from headrace.runner.kv_packing import VectorPacking
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kernels.language import cuda_kernel
+from headrace.runner.kv.packing import VectorPacking
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.view import LayerView
 
 # Thread blocks that a large GPU runs at once: two on each multiprocessor.
 BUSY_BLOCKS = 264

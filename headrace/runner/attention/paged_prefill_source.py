@@ -19,7 +19,7 @@ A forward's rows have their own starts and lengths. Slots behind a row's end are
 may not see get a weight of zero. Outputs of pads are zero. Widths are multiples of 16. Lengths come from the
 shapes that MLX passes as parameters: nothing is compiled for them.
 
-Packed pools (``kv_packing.py``): codes and scales are copied, and unpacked to T between two tiles.
+Packed pools (``kv/packing.py``): codes and scales are copied, and unpacked to T between two tiles.
 
 ``ldmatrix``, ``cp.async``, ``mma.sync``: PTX ISA, compute capability 8.0 and up.
 """
@@ -27,8 +27,8 @@ Packed pools (``kv_packing.py``): codes and scales are copied, and unpacked to T
 from __future__ import annotations
 
 from headrace.runner.attention.tile_decode_source import UNROLL_AND_EXP2
-from headrace.runner.shared_memory_source import COPIES
-from headrace.runner.small_rows_source import BOUNDS, MACHINE
+from headrace.runner.kernels.shared_memory_source import COPIES
+from headrace.runner.products.small_rows_source import BOUNDS, MACHINE
 
 THREADS = 128
 # Blocks that shall share a multiprocessor: 255 registers a thread.

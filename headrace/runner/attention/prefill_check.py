@@ -21,7 +21,7 @@ from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.paged_prefill import MIN_SPLIT, PagedPrefillKernel, refusal
 from headrace.runner.attention.random_pools import float32_view, random_prompts
 from headrace.runner.attention.reference import paged_attention
-from headrace.runner.kernel_language import compile_ahead
+from headrace.runner.kernels.language import compile_ahead
 from headrace.runner.timing import best_seconds
 
 # Largest difference of an output of unit scale.

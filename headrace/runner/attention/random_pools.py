@@ -8,9 +8,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView
 
 
 def random_prompts(

@@ -7,7 +7,7 @@ produce is garbage that nobody reads. Keys and values may be packed in the pool.
 Two readers of the pool, one per order of its axes: ``slices.py`` (head-major, CPU) and ``gather.py`` (token-major,
 GPU; prompts in ``gathered_prefill.py``). All keep what they copy and the scores they hold within
 ``scratch_bytes``, whatever the rows' lengths are. ``materialize``, for models that compute attention themselves,
-copies the whole context of all rows: the runner splits their forwards (``forward_split.py``) so that it stays
+copies the whole context of all rows: the runner splits their forwards (``forwards/split.py``) so that it stays
 within what the memory plan sets aside for it.
 """
 
@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from headrace.runner.attention import gather, slices
 from headrace.runner.attention.gathered_prefill import attend_prefill
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kv.view import LayerView
 
 
 def paged_attention(

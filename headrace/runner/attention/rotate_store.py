@@ -1,7 +1,7 @@
 """One kernel between a block's query-key-value product and its attention, on a GPU.
 
 It takes the product ``[B * L, (H + 2 KV) * D]``, normalizes query and key heads where the model does, rotates them
-(rotary position embedding, Su et al. 2021), writes keys and values into the pool in place (see ``pool_store.py``),
+(rotary position embedding, Su et al. 2021), writes keys and values into the pool in place (see ``kv/store.py``),
 packed where the pool is, and returns the queries; of prompts that are attended over keys and values as they are
 made (``reads_new``), it returns those, too. See ``rotate_store_source.py``.
 
@@ -20,9 +20,9 @@ import mlx.core as mx
 from headrace.runner.attention import rotate_store_source as source
 from headrace.runner.attention.gathered_prefill import planned_shape, reads_new
 from headrace.runner.device_arrays import MARK_SHAPE, DeviceConstants
-from headrace.runner.kernel_language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
-from headrace.runner.kv_packing import VectorPacking, scale_dtype
-from headrace.runner.layer_view import LayerView
+from headrace.runner.kernels.language import CUDA_NAMES, METAL_NAMES, compact, cuda_kernel
+from headrace.runner.kv.packing import VectorPacking, scale_dtype
+from headrace.runner.kv.view import LayerView
 
 _FORMS: tuple[tuple[source.Form, bool], ...] = (
     ("step", False),
@@ -68,7 +68,7 @@ class RotateAndStore:
 
     Args:
         make: ``cuda_kernel`` or ``mx.fast.metal_kernel``.
-        header: the matching names of ``kernel_language.py``.
+        header: the matching names of ``kernels/language.py``.
     """
 
     def __init__(self, make: Callable[..., Any], header: str) -> None:

@@ -9,7 +9,7 @@ and cosine are computed once for all. The forms differ in which token a block ha
              all token by token. Rows and positions that are given out beyond the forward's own repeat its first
              row and a row's last token; the pool is not written for them
 
-Where the pool is packed, a key or value head is packed before it is written, as ``kv_packing.py`` says and with
+Where the pool is packed, a key or value head is packed before it is written, as ``kv/packing.py`` says and with
 the arithmetic of ``mx.quantize`` on CUDA, in float32: of a group from ``low`` to ``high`` the end farther from
 zero is ``edge``; the step is ``(high - low) / largest code``, negative where the edge is ``high``; then it is
 moved so that zero has a code, to ``edge / round(edge / step)``, and ``edge`` is the bias. Groups that reach no

@@ -22,11 +22,11 @@ import mlx.core as mx
 import numpy as np
 
 from headrace.runner.attention.online_softmax import HIDDEN, Earlier, OnlineSoftmax, after, capped
-from headrace.runner.cpu_math import fast_exp_of_any_shape
-from headrace.runner.input_batch import BundleLimits
-from headrace.runner.kv_packing import Packed, VectorPacking
-from headrace.runner.kv_pool import KVPool
-from headrace.runner.layer_view import LayerView, RowBundle
+from headrace.runner.cpu.elementwise import fast_exp_of_any_shape
+from headrace.runner.kv.input_batch import BundleLimits
+from headrace.runner.kv.packing import Packed, VectorPacking
+from headrace.runner.kv.pool import KVPool
+from headrace.runner.kv.view import LayerView, RowBundle
 
 READ_BYTES = 4 * 1024 * 1024
 SCORE_BYTES = 640 * 1024

@@ -25,8 +25,8 @@ A reader (``Reader``) says how pools are read: ``Query``, ``Keys`` and ``Values`
 from __future__ import annotations
 
 from headrace.runner.attention.paged_decode_source import END
-from headrace.runner.kernel_language import CUDA_NAMES
-from headrace.runner.small_rows_source import BOUNDS, MACHINE
+from headrace.runner.kernels.language import CUDA_NAMES
+from headrace.runner.products.small_rows_source import BOUNDS, MACHINE
 
 UNROLL_AND_EXP2 = """
 #define UNROLL _Pragma("unroll")

@@ -5,7 +5,7 @@
 //     norm, rotate, gate   the small ones (cpu_elementwise.cpp)
 //
 // A write into an input exchanges no array, so MLX does not know of it: store returns a mark [1], and whatever has to
-// come after the write takes that as an input (pool_store.py).
+// come after the write takes that as an input (kv/store.py).
 
 #include <mlx/allocator.h>
 #include <mlx/array.h>

@@ -60,7 +60,7 @@ inline float sum(Vector v) {
   return parts[0];
 }
 
-// exp, as in cpu_math.py: 2^n times a polynomial, n = round(x·log2 e); relative error below 2e-7; saturates at
+// exp, as in cpu/elementwise.py: 2^n times a polynomial, n = round(x·log2 e); relative error below 2e-7; saturates at
 // 2^±126. NaN stays NaN.
 inline Vector exp(Vector x) {
   constexpr float kRound = 12582912.0f;

@@ -1,7 +1,7 @@
 // Lets kernels of a recorded graph begin while the one before them still runs (programmatic dependent launch: CUDA
 // 12.3, compute capability 9.0).
 //
-// A kernel that says it waits (WAIT_FOR_EARLIER in kernel_language.py; known by its name) touches nothing but
+// A kernel that says it waits (WAIT_FOR_EARLIER in kernels/language.py; known by its name) touches nothing but
 // constants before it has waited for all that comes before it. So the edge that leads to it need not hold back its
 // start: it may begin once every block of the kernel before it has said NEXT_MAY_START or has ended. A wait is for the
 // whole kernel before, which has waited itself, so what holds for one edge holds for a chain of them.

@@ -14,7 +14,7 @@
 // one copy, and no kernel reads memory that the host shares (see device_arrays.py).
 //
 // The encoder's members are MLX's own affair, so this file belongs to one MLX version (pyproject.toml pins it), and
-// the recorded step is compared with a normal one before it is used (step_graphs.py).
+// the recorded step is compared with a normal one before it is used (forwards/step_graphs.py).
 
 #include <algorithm>
 #include <cassert>

@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from headrace.errors import one_line
 from headrace.runner.attention.random_pools import random_vectors
-from headrace.runner.kernel_language import compile_ahead
-from headrace.runner.kv_packing import Packed, VectorPacking, scale_dtype
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, LayerView, PagedMask
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.small_rows import KINDS
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.kernels.language import compile_ahead
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.kv.packing import Packed, VectorPacking, scale_dtype
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, LayerView, PagedMask
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.small_rows import KINDS
 from headrace.runner.substitutions.decoder_block import (
     DenseFeedForward,
     FeedForward,
@@ -301,7 +301,7 @@ def stored_fault(name: str, left: Stored, right: Stored, view: LayerView) -> str
         return f"stored {name} differ where nothing was to be written"
     pair = [Packed(*(array[slots] for array in arrays)) for arrays in (left, right)]
     one, other = (packing.unpack(packed, mx.float32) for packed in pair)
-    # Both may be a step off, one more where the scale is rounded (``packed_check.py``); rounding has no direction.
+    # Both may be a step off, one more where the scale is rounded (``start/packed_check.py``), in either direction.
     scales = [_per_element(packed.scales, packing) for packed in pair]
     steps = mx.abs(scales[0]) + mx.abs(scales[1])
     rounding = 2 * (2**packing.bits - 1) * _ROUNDOFF[scale_dtype(layer.dtype)]

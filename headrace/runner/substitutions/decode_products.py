@@ -7,10 +7,10 @@ import logging
 import mlx.nn as nn
 
 from headrace.runner.attention.rotate_store import RotateAndStore
-from headrace.runner.pool_store import PoolStore
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.row_operations import RowKernels
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.kernels.recorder import Recorder
+from headrace.runner.kv.store import PoolStore
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.row_operations import RowKernels
 from headrace.runner.substitutions.block_check import BlockTools, substitute_decoder_blocks
 from headrace.runner.substitutions.decoder_block import FusedBlock
 from headrace.runner.substitutions.moe_decode import ExpertsChoice

@@ -4,11 +4,11 @@
         ┌──────────────────────────────────────────────────────────────────────────────┘
         h ─ norm, gate and up product, SiLU gate ─ down product + h ─ out
 
-Each "─ … ─" is one operation of a decode step (``small_rows.py``, ``attention/rotate_store.py``, the dispatcher);
-a block of experts has its own feed-forward part (``moe_decode.py``). Prompts go the same way where ``prompts`` is
-set, with norms and gate as operations of their own beside library products: nine in a layer. Masks or caches of
-another kind, and everything else, go to the unmodified block, which keeps the weights; the fused path refers to
-them.
+Each "─ … ─" is one operation of a decode step (``products/small_rows.py``, ``attention/rotate_store.py``, the
+dispatcher); a block of experts has its own feed-forward part (``moe_decode.py``). Prompts go the same way where
+``prompts`` is set, with norms and gate as operations of their own beside library products: nine in a layer. Masks
+or caches of another kind, and everything else, go to the unmodified block, which keeps the weights; the fused path
+refers to them.
 
 The pattern is found by structure and types: pre-norm residual, RMS norms, q k v and gate up already fused by
 ``fused_linear.py``. Every replaced block is then compared with the unmodified one (``block_check.py``).
@@ -25,9 +25,9 @@ import numpy as np
 
 from headrace.runner.attention.rotate_store import RotarySpec
 from headrace.runner.device_arrays import on_device
-from headrace.runner.layer_view import KVHandle, LayerView
+from headrace.runner.kv.view import KVHandle, LayerView
 from headrace.runner.mlx_lm_adapter import Llama3RoPE, bound_attention
-from headrace.runner.small_rows import Dense, Norm, Product, Products
+from headrace.runner.products.small_rows import Dense, Norm, Product, Products
 from headrace.runner.substitutions.fused_linear import FusedPart
 from headrace.runner.substitutions.modules import show_as
 from headrace.runner.substitutions.packed_linear import PackedLinear

@@ -13,8 +13,8 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.cpu_math import gelu_gate, silu_gate
-from headrace.runner.cpu_operations import CpuOperations
+from headrace.runner.cpu.elementwise import gelu_gate, silu_gate
+from headrace.runner.cpu.operations import CpuOperations
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
 from headrace.runner.timing import no_slower
 

@@ -22,16 +22,16 @@ import mlx.nn as nn
 import numpy as np
 
 from headrace.errors import one_line
-from headrace.runner import small_rows_source
-from headrace.runner.kernel_language import cuda_kernel
-from headrace.runner.kernel_products import packed_constants
+from headrace.runner.kernels.language import cuda_kernel
+from headrace.runner.kernels.recorder import Recorder
 from headrace.runner.mlx_lm_adapter import SwiGLU, SwitchGLU, SwitchLinear
-from headrace.runner.packed_rows_source import PACKED_PRODUCT
-from headrace.runner.packed_weights import PackedWeights, wide
-from headrace.runner.product_choice import MEASURED_ROWS, TOLERANCE, measured_bucket
-from headrace.runner.small_rows import KINDS, MAX_ROWS, Dense, Norm, Product, Products, largest_difference
-from headrace.runner.small_rows_tiling import bounds
-from headrace.runner.step_graphs import Recorder
+from headrace.runner.products import small_rows_source
+from headrace.runner.products.choice import MEASURED_ROWS, TOLERANCE, measured_bucket
+from headrace.runner.products.kernel_products import packed_constants
+from headrace.runner.products.packed_rows_source import PACKED_PRODUCT
+from headrace.runner.products.packed_weights import PackedWeights, wide
+from headrace.runner.products.small_rows import KINDS, MAX_ROWS, Dense, Norm, Product, Products, largest_difference
+from headrace.runner.products.tiling import bounds
 from headrace.runner.substitutions import moe_source as source
 from headrace.runner.substitutions.packed_linear import PackedLinear, PackedSwitchLinear
 from headrace.runner.timing import best_seconds

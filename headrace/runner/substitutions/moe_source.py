@@ -2,8 +2,9 @@
 
     route     a warp per row: softmax over the experts, the C largest one after another, their weights
     experts   grid (output tiles, experts). A block finds the rows that chose its expert among all B * C choices,
-              ends at once when there are none, and multiplies them in tiles of eight as ``small_rows_source.py``
-              does, MT tiles at a time. So an expert's weights are read once for up to 8 MT rows
+              ends at once when there are none, and multiplies them in tiles of eight, as
+              ``products/small_rows_source.py`` does, MT tiles at a time. So an expert's weights are read once for
+              up to 8 MT rows
     combine   a row's C results added up, and the residual
 
 Where there are fewer choices than experts, the grid's second axis counts choices, and the first choice of an

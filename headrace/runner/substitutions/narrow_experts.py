@@ -16,8 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.errors import StartupError
-from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwiGLU, SwigluOAI, SwitchGLU, SwitchLinear
-from headrace.runner.narrow_weights import (
+from headrace.runner.cpu.narrow_weights import (
     Activation,
     NarrowForm,
     NarrowProducts,
@@ -26,6 +25,7 @@ from headrace.runner.narrow_weights import (
     takes_dtype,
     takes_packing,
 )
+from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwiGLU, SwigluOAI, SwitchGLU, SwitchLinear
 from headrace.runner.substitutions.modules import agree, each_module, put
 
 log = logging.getLogger("headrace.runner")

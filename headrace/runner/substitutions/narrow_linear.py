@@ -1,9 +1,9 @@
 """Module substitution, CPU: linear layers and embeddings over weights that stay narrow in memory.
 
 A layer that was loaded packed (affine, 4 or 8 bits) or with 16 bits is laid out anew, one at a time, and computes
-with float32 activations (``narrow_weights.py``). The first of every form and shape must give what the module that
-it replaces gives. Feed-forward layers with a SiLU gate become one product for gate and up, with the gate computed
-where the sums are.
+with float32 activations (``cpu/narrow_weights.py``). The first of every form and shape must give what the module
+that it replaces gives. Feed-forward layers with a SiLU gate become one product for gate and up, with the gate
+computed where the sums are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.errors import StartupError
-from headrace.runner.narrow_weights import (
+from headrace.runner.cpu.narrow_weights import (
     NarrowForm,
     NarrowMatrix,
     NarrowProducts,

@@ -22,11 +22,11 @@ import mlx.nn as nn
 
 from headrace.runner.attention.kernel_check import LayerForm
 from headrace.runner.attention.native_check import Case
-from headrace.runner.cpu_operations import CpuOperations
-from headrace.runner.kv_pool import LayerShape
-from headrace.runner.layer_view import LayerView, PagedMask
+from headrace.runner.cpu.operations import CpuOperations
+from headrace.runner.kv.pool import LayerShape
+from headrace.runner.kv.store import Store
+from headrace.runner.kv.view import LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import bound_attention
-from headrace.runner.pool_store import Store
 from headrace.runner.substitutions.decoder_block import ATTENTION, HEAD_NORMS, is_block
 from headrace.runner.substitutions.fused_linear import FusedPart
 from headrace.runner.substitutions.modules import agree, show_as

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.cpu_operations import CpuOperations
+from headrace.runner.cpu.operations import CpuOperations
 from headrace.runner.timing import no_slower
 
 _NAME = "RMSNorm"

@@ -1,6 +1,6 @@
 """Module substitution, CUDA: layers whose packed weights feed kernels of ours, with plain ones beside them or not.
 
-A decode step reads the packed weights (``packed_rows_source.py``), which are a quarter or half of the plain ones'
+A decode step reads the packed weights (``products/packed_rows_source.py``), a quarter or half of the plain ones'
 bytes; a prefill reads the plain ones where memory holds both, else it unpacks them. Which way a product goes is
 ``SmallRowsKernel``'s choice once a layer has one (``use``); before that, it is MLX's (``linear``).
 
@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from headrace.errors import one_line
 from headrace.runner.mlx_lm_adapter import QuantizedSwitchLinear, SwitchLinear
-from headrace.runner.packed_weights import PackedWeights, wide
-from headrace.runner.product_choice import TOLERANCE, SmallRowsKernel
-from headrace.runner.small_rows import LEAST_UNPACKED, Dense, Product, largest_difference, linear
+from headrace.runner.products.choice import TOLERANCE, SmallRowsKernel
+from headrace.runner.products.packed_weights import PackedWeights, wide
+from headrace.runner.products.small_rows import LEAST_UNPACKED, Dense, Product, largest_difference, linear
 
 log = logging.getLogger("headrace.runner")
 

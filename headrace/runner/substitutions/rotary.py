@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.cpu_operations import CpuOperations
+from headrace.runner.cpu.operations import CpuOperations
 from headrace.runner.timing import no_slower
 
 _NAME = re.compile("rope|rotary", re.IGNORECASE)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from headrace.runner.product_choice import SmallRowsKernel
-from headrace.runner.small_rows import Dense, Product, takes
+from headrace.runner.products.choice import SmallRowsKernel
+from headrace.runner.products.small_rows import Dense, Product, takes
 from headrace.runner.substitutions.decoder_block import FusedBlock
 
 

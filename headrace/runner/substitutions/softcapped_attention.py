@@ -14,10 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from headrace.runner.attention.materialized import MaterializedView
-from headrace.runner.kv_pool import KVPool, LayerShape
-from headrace.runner.layer_view import ForwardBatch, GroupBatch, KVHandle, LayerView, PagedMask
+from headrace.runner.kv.pool import KVPool, LayerShape
+from headrace.runner.kv.view import ForwardBatch, GroupBatch, KVHandle, LayerView, PagedMask
 from headrace.runner.mlx_lm_adapter import current_attention
-from headrace.runner.small_rows import largest_difference
+from headrace.runner.products.small_rows import largest_difference
 from headrace.runner.substitutions.narrow_linear import NarrowLinear
 
 _KIND = ("mlx_lm.models.gemma2", "Attention")

@@ -1,4 +1,4 @@
-// A few CUDA names as C++, enough to run the kernels of small_rows_source.py on a CPU: threads are fibers, see
+// A few CUDA names as C++, enough to run the kernels of products/small_rows_source.py on a CPU: threads are fibers, see
 // metal_shim/shim.hpp. This file takes the place of the sources' MACHINE part, so it also says what its instructions do:
 // a warp's tensor-core product (mma.sync m16n8k16) gathers the fragments of 32 lanes and multiplies them by definition.
 #include "../metal_shim/shim.hpp"

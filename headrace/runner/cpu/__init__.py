@@ -1,0 +1,1 @@
+"""What makes MLX's CPU backend quick: a BLAS, narrow weights, native operations."""

@@ -1,0 +1,1 @@
+"""Forwards as steps run them: traced, recorded, split, with logits where they are wanted."""

@@ -1,0 +1,1 @@
+"""Products of few rows, and what stands beside them in a decode step, on a GPU."""

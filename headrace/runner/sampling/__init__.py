@@ -1,0 +1,1 @@
+"""From logits to tokens: the definition, MLX's operations, kernels, grammar masks."""

@@ -1,0 +1,1 @@
+"""What a start measures, proves and keeps."""
