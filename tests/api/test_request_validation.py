@@ -105,6 +105,9 @@ CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
         ("image_url",),
     ),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}], ("text",)),
+    ("messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], ("['text']",)),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": {}}], ("tool_calls",)),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": False}], ("tool_calls",)),
     ("max_completion_tokens", 0, ("0",)),
     ("logprobs", 5, ("5",)),
     ("top_logprobs", 21, ("21", "20")),
@@ -165,6 +168,25 @@ def test_completions_refuse(api: Api, field: str, value: Any, words: tuple[str, 
     assert api.engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [66, 65, 66], "stop_token_ids": [65, 66]}, "allowed_token_ids"),
+        ({"stop_token_ids": "all", "ignore_eos": True}, "stop_token_ids"),
+    ],
+)
+def test_min_tokens_must_leave_a_token_to_go_on_with(api: Api, fields: dict[str, Any], param: str) -> None:
+    if fields["stop_token_ids"] == "all":
+        fields = fields | {"stop_token_ids": list(range(api.app.state.services.text.tokenizer.vocab_size))}
+    for path, body in ((CHAT, chat_body("<|s05|>")), (COMPLETIONS, completion_body("<|s05|>x"))):
+        refused(api.post(path, body | fields | {"min_tokens": 1}), param, "min_tokens")
+        assert api.engine.requests == []
+        assert api.post(path, body | fields | {"min_tokens": 0}).status_code == 200
+        api.engine.requests.clear()
+    wider = {**fields, "allowed_token_ids": [65, 66, 67], "stop_token_ids": [65, 66]}
+    assert api.post(CHAT, chat_body("<|s05|>") | wider | {"min_tokens": 1}).status_code == 200
+
+
 def test_forced_calls_need_a_known_format_and_a_declared_name(api: Api) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     refused(api.chat(tools=tools, tool_choice="required"), "tool_choice", "--tool-call-parser")
@@ -185,6 +207,8 @@ def test_null_is_absent_everywhere(api: Api) -> None:
     nulls = dict.fromkeys([*names, "model", "user", "metadata", "logprobs", "tools", "max_tokens"])
     answer = api.post(CHAT, chat_body("<|s05|>") | nulls)
     assert answer.status_code == 200, answer.text
+    untyped = [{"role": "user", "content": [{"type": None, "text": "<|s05|>"}], "tool_calls": None}]
+    assert api.post(CHAT, chat_body("") | {"messages": untyped}).status_code == 200
     streamed = api.chat_stream(stream_options={"include_usage": None})
     assert streamed.usage is None
     names = [field for field, _, _ in [*BAD_FIELDS, *COMPLETION_FIELDS] if field != "prompt"]
