@@ -84,6 +84,8 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("guided_grammar", "start: nothing", ("nothing",)),
     ("structured_outputs", {"regex": 5}, ("a text",)),
     ("structured_outputs", {}, ("json_object",)),
+    ("structured_outputs", {"json_object": "no"}, ("json_object", "true or false")),
+    ("structured_outputs", {"choice": ["a"], "regex": "b"}, ("choice and regex",)),
     ("structured_outputs", {"structural_tag": {}}, ("structural_tag",)),
     ("bad_words", ["x"], ("not supported yet",)),
     ("use_beam_search", True, ("not supported yet",)),
@@ -264,6 +266,8 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
     (b'{"tools": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
     (b'{"tools": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}", "deep"),
+    (b'{"tools": ' + b"[" * 600 + b'"\\ud800"' + b"]" * 600 + b"}", "deep"),
+    (b'{"tools": ' + b"[" * 600 + b"NaN" + b"]" * 600 + b"}", "deep"),
 ]
 
 
@@ -271,6 +275,18 @@ BAD_BODIES: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
 def test_bad_bodies(api: Api, path: str, body: bytes, word: str) -> None:
     refused(api.send("POST", path, content=body), None, word)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 6000])
+def test_numbers_that_json_does_not_have_are_refused_by_name(api: Api, number: str) -> None:
+    body = json.dumps(chat_body("<|s05|>") | {"tools": [{"a": "@"}]}).replace('"@"', number)
+    refused(api.send("POST", CHAT, content=body.encode()), "tools[0].a", "tools[0].a", "NaN", "out of range")
+
+
+def test_no_field_is_named_for_a_name_that_is_no_text(api: Api) -> None:
+    answer = api.send("POST", CHAT, content=b'{"\\ud800": 1}')
+    refused(answer, None, "a field name", "surrogate")
+    assert answer.json()["error"]["param"] is None
 
 
 def test_wide_bodies_are_not_deep(api: Api) -> None:
