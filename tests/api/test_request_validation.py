@@ -61,7 +61,7 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("logit_bias", {"4": 1, "5": 101, "6": 2}, ('logit_bias["5"]', "at most 100", "not 101")),
     ("logit_bias", {"4": 1, "5": None}, ('logit_bias["5"]', "a number", "not null")),
     ("logit_bias", {"0" * 30 + "5": 1}, ("no token id",)),
-    ("temperature", 10**400, ("temperature",)),
+    ("temperature", 10**400, ("temperature must be in range, not 1000",)),
     ("repetition_penalty", 1e-300, ("0.01",)),
     ("logit_bias", [1], ("[1]",)),
     ("stream", "yes", ("yes",)),
