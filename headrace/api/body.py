@@ -1,13 +1,15 @@
 """Request bodies: read within the limit, decoded within the depth, always a JSON object or a 4xx.
 
 msgspec is strict where JSON is: it refuses NaN, Infinity, invalid UTF-8 and lone surrogates. What it cannot say
-is where; for surrogates the standard library's lenient parser finds the field.
+is where; the standard library's lenient parser finds the field.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +18,7 @@ from headrace.api.errors import BodyTooLarge, ClientGone, UnsupportedEncoding
 from headrace.errors import InvalidRequest
 
 MAX_DEPTH = 128
+_MOST_DIGITS = 4300  # of a whole number: Python reads no more
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -83,29 +86,47 @@ def _malformed(raw: bytes, reason: str) -> InvalidRequest:
     if not text.strip():
         return InvalidRequest("the body is empty; a JSON object is expected")
     try:
-        lenient = json.loads(text)
+        lenient = json.loads(text, parse_int=_number)
     except (ValueError, RecursionError):
         return InvalidRequest(f"the body is not valid JSON: {_plain_reason(reason)}")
-    path = _find_surrogate(lenient, "")
+    if _deeper_than(lenient, MAX_DEPTH):
+        return _too_deep()
+    path = _find(lenient, "", _has_surrogate)
     if path is not None:
-        return InvalidRequest(f"{path} contains an unpaired surrogate, which is no character", param=path)
+        where = path or "a field name"
+        return InvalidRequest(f"{where} contains an unpaired surrogate, which is no character", param=path or None)
+    path = _find(lenient, "", _is_no_number)
+    if path:
+        return InvalidRequest(f"{path} is NaN, infinite or out of range, which is not accepted", param=path)
     return InvalidRequest("the body is not valid JSON: NaN, Infinity and numbers out of range are not accepted")
 
 
 def _plain_reason(reason: str) -> str:
-    return reason.removeprefix("JSON is malformed: ").lower()
+    return reason.removeprefix("JSON is malformed: ").partition(" - at `")[0].lower()
 
 
-def _find_surrogate(value: object, path: str) -> str | None:
-    """Path of the first string (or name) with an unpaired surrogate."""
-    if isinstance(value, str):
-        return (path or "the body") if _SURROGATE.search(value) else None
+def _number(digits: str) -> float:
+    return int(digits) if len(digits) <= _MOST_DIGITS else math.inf
+
+
+def _has_surrogate(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_SURROGATE.search(name) for name in value)
+    return isinstance(value, str) and _SURROGATE.search(value) is not None
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _find(value: object, path: str, is_bad: Callable[[object], bool]) -> str | None:
+    """Path of the first bad value; "" is the whole."""
+    if is_bad(value):
+        return path
     if isinstance(value, list):
         children = ((f"{path}[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        if any(_SURROGATE.search(name) for name in value):
-            return path or "a field name"
         children = ((f"{path}.{name}" if path else name, item) for name, item in value.items())
     else:
         return None
-    return next((found for name, item in children if (found := _find_surrogate(item, name))), None)
+    return next((found for at, item in children if (found := _find(item, at, is_bad)) is not None), None)

@@ -86,7 +86,7 @@ def _faulty_entry(message: str, body: dict[str, Any], schema: type) -> tuple[str
 def _demand(message: str, schema: type, path: str) -> str:
     complaint = _COMPLAINT.match(message)
     if complaint is None:
-        return f"must be {_choices(schema, path)}" if "enum" in message else "is not valid"
+        return f"must be {_choices(schema, path)}" if "enum" in message else "must be in range"
     kinds = [_NAMES.get(kind, kind) for kind in complaint.group("kind").split(" | ")]
     kind = " or ".join(name for name in kinds if name)
     bound = complaint.group("bound").strip()

@@ -31,8 +31,11 @@ class GrammarCheck:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
-    async def check(self, grammar: Grammar, param: str) -> None:
-        """Raises InvalidRequest that says why ``param`` cannot be kept to; NotReady when others come first."""
+    async def check(self, grammar: Grammar, param: str, part: str = "") -> None:
+        """Raises InvalidRequest that says why ``param`` cannot be kept to; NotReady when others come first.
+
+        ``part`` of what ``param`` demands, if it is about that alone; the message names it.
+        """
         compiling = self._compiler.compile(grammar)
         waiting = asyncio.wrap_future(compiling)
         done, _ = await asyncio.wait({waiting}, timeout=WAIT_S)
@@ -42,10 +45,11 @@ class GrammarCheck:
             raise NotReady("other schemas are being compiled; try again", retry_after_s=RETRY_S)
         error = waiting.exception()
         if isinstance(error, GrammarError):
-            raise refusal(param, error)
+            raise refusal(param, error, part)
         if error is not None:
             raise error
 
 
-def refusal(param: str, error: GrammarError) -> InvalidRequest:
-    return InvalidRequest(f"{param} cannot be kept to: {error}", param=param)
+def refusal(param: str, error: GrammarError, part: str = "") -> InvalidRequest:
+    reason = f"{part}: {error}" if part else str(error)
+    return InvalidRequest(f"{param} cannot be kept to: {reason}", param=param)

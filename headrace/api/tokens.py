@@ -31,6 +31,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     return_token_strs: bool | None = None
 
 
@@ -86,6 +88,8 @@ def _encoder(house: Services, fields: TokenizeRequest) -> Callable[[], list[int]
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             chat_template_kwargs=fields.chat_template_kwargs,
+            tool_choice=fields.tool_choice,
+            reasoning_effort=fields.reasoning_effort,
         ),
     )
     return lambda: render().token_ids

@@ -276,15 +276,18 @@ class SequenceText:
         return further
 
     def _scored(self, token: _Waiting, logprobs: TokenLogprobs) -> ScoredToken:
-        text = token.text[: self._released_chars - token.start]
-        return scored_token(self._tokenizer, token.token_id, text, logprobs, self._options.skip_special)
+        kept = self._released_chars - token.start
+        text, cut = token.text[:kept], token.text[kept:]
+        return scored_token(self._tokenizer, token.token_id, text, logprobs, self._options.skip_special, cut)
 
 
 def scored_token(
-    tokenizer: Tokenizer, token_id: int, text: str, logprobs: TokenLogprobs, skip_special: bool
+    tokenizer: Tokenizer, token_id: int, text: str, logprobs: TokenLogprobs, skip_special: bool, cut: str = ""
 ) -> ScoredToken:
-    """A token with its logprobs; ``text`` is what it stands for in the answer."""
+    """A token with its logprobs; ``text`` is its part of the answer, ``cut`` what a stop string took off it."""
     data = b"" if skip_special and tokenizer.is_special(token_id) else token_bytes(tokenizer, token_id)
+    if cut and (end := data.rfind(cut.encode())) >= 0:
+        data = data[:end]
     top = tuple(
         ScoredToken(other, text, data, finite(logprob)) if other == token_id else _alone(tokenizer, other, logprob)
         for other, logprob in logprobs.top

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.text.unicode import check_text
@@ -67,7 +68,10 @@ def _message(index: int, message: Mapping[str, object], form: MessageForm, names
     text = content_text(content, f"message {index}")
     result["content"] = [{"type": "text", "text": text}] if form.content_parts else text
     legacy = result.pop("function_call", None)
-    calls = result.pop("tool_calls", None) or ([{"type": "function", "function": legacy}] if legacy else None)
+    calls = result.pop("tool_calls", None)
+    if calls is not None and not isinstance(calls, list):
+        raise _invalid(f"message {index}: tool_calls must be a list")
+    calls = calls or ([{"type": "function", "function": legacy}] if legacy else None)
     if calls:
         result["tool_calls"] = _tool_calls(calls, index, form, names)
         if form.null_content and message.get("content") is None:
@@ -94,10 +98,10 @@ def content_text(content: object, where: str) -> str:
             continue
         if not isinstance(part, Mapping):
             raise _invalid(f"{where}: a content part must be an object")
-        kind = part.get("type", "text")
+        kind = "text" if part.get("type") is None else part["type"]
         key = "refusal" if kind == "refusal" else "text"
         if kind not in ("text", "refusal"):
-            raise _invalid(f"{where}: this model takes text only, not a content part of type '{kind}'")
+            raise _invalid(f"{where}: this model takes text only, not a content part of type {kind!r}")
         text = part.get(key)
         if not isinstance(text, str):
             raise _invalid(f"{where}: a content part of type '{kind}' needs a string '{key}'")
@@ -105,9 +109,7 @@ def content_text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(calls: object, index: int, form: MessageForm, names: dict[str, str]) -> list[Message]:
-    if not isinstance(calls, list):
-        raise _invalid(f"message {index}: tool_calls must be a list")
+def _tool_calls(calls: Sequence[Any], index: int, form: MessageForm, names: dict[str, str]) -> list[Message]:
     result: list[Message] = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None

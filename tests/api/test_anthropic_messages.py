@@ -118,6 +118,7 @@ def test_thinking_may_be_shown_without_its_text(make_api: Callable[..., Api], ki
     assert whole["content"][0]["thinking"] == "plan it"
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "3"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", None),
@@ -131,6 +132,9 @@ BAD: list[tuple[str, Any]] = [
     ("messages", [{"role": "user", "content": [IMAGE]}]),
     ("messages", [{"role": "user", "content": "x"}, USE]),
     ("messages", [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": "x"}]}]),
+    ("messages", [{"role": "user", "content": [{**RESULT, "content": False}]}]),
+    ("messages", [{"role": "user", "content": [{**RESULT, "content": {}}]}]),
+    ("messages", [{"role": "user", "content": [{**RESULT, "is_error": "no"}]}]),
     ("system", [{"type": "image"}]),
     ("temperature", 1.5),
     ("top_k", -1),

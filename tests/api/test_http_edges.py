@@ -223,7 +223,16 @@ def test_tokenize_and_detokenize(api: Api) -> None:
     assert api.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "ab<|s05|>"}
     chat = api.post("/tokenize", {"messages": [{"role": "user", "content": "<|s05|>"}]}).json()
     assert chat["count"] == api.chat().json()["usage"]["prompt_tokens"] == 4
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    for choice in ("auto", "none"):
+        fields = {"messages": [{"role": "user", "content": "<|s05|>"}], "tools": tools, "tool_choice": choice}
+        used = api.post("/v1/chat/completions", fields).json()["usage"]["prompt_tokens"]
+        assert api.post("/tokenize", fields).json()["count"] == used
     assert api.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    messages = [{"role": "user", "content": "x"}]
+    for odd in ({"tool_choice": "sometimes"}, {"reasoning_effort": "huge"}, {"reasoning_effort": "high"}):
+        refusal = api.post("/tokenize", {"messages": messages, **odd}).json()["error"]
+        assert refusal["param"] == next(iter(odd))
     for bad in ({}, {"prompt": "a", "messages": []}, {"prompt": 5}, {"prompt": "a", "model": "none"}):
         assert api.post("/tokenize", bad).status_code in (400, 404)
     for bad in ({}, {"tokens": [99999999]}, {"tokens": [-1]}, {"tokens": "x"}):

@@ -44,11 +44,30 @@ def test_logprobs_false_or_absent_is_null(api: Api) -> None:
         assert api.chat(**fields).json()["choices"][0]["logprobs"] is None
 
 
-@pytest.mark.parametrize("stop", [["gamma"], ["mm"], ["ta."]])
-def test_logprobs_end_with_the_text(api: Api, stop: list[str]) -> None:
-    answer = api.chat("<|s00|>", stop=stop, logprobs=True).json()
-    assert "".join(entry["token"] for entry in chat_entries(answer)) == answer["choices"][0]["message"]["content"]
-    streamed = api.chat_stream("<|s00|>", stop=stop, logprobs=True)
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize(
+    ("script", "stop", "before"),
+    [
+        ("s00", "gamma", "Alpha beta "),
+        ("s00", "mm", "Alpha beta ga"),
+        ("s00", "ta.", "Alpha beta gamma del"),
+        ("s00", "l", "A"),
+        ("s00", "b", "Alpha "),
+        ("s02", "😀", "ok "),
+        ("s02", "a", "ok 😀 c"),
+        ("s02", "é", "ok 😀 caf"),
+        ("s02", "n", "ok 😀 café e"),
+    ],
+)
+def test_logprobs_end_with_the_text(api: Api, script: str, stop: str, before: str, included: bool) -> None:
+    fields = {"stop": [stop], "logprobs": True, "top_logprobs": 1, "include_stop_str_in_output": included}
+    answer = api.chat(f"<|{script}|>", **fields).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert text == before + (stop if included else "")
+    assert "".join(entry["token"] for entry in chat_entries(answer)) == text
+    assert bytes(byte for entry in chat_entries(answer) for byte in entry["bytes"]).decode() == text
+    assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in chat_entries(answer))
+    streamed = api.chat_stream(f"<|{script}|>", **fields)
     joined = [
         entry for choice in streamed.choices() if choice["logprobs"] for entry in choice["logprobs"]["content"]
     ]

@@ -70,6 +70,29 @@ def test_streamed_equals_single_at_every_cut(parsing: Api, script: str, chunk: i
         assert details["reasoning_tokens"] <= answer["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize("properties", [{"x": {"type": "nonsense"}}, 5])
+def test_a_tool_that_cannot_be_kept_to_is_named(
+    make_api: Callable[..., Api], parser: str, fields: dict[str, Any], properties: Any
+) -> None:
+    api = make_api(tool_call_parser=parser)
+    odd = {"name": "odd", "parameters": {"type": "object", "properties": properties}}
+    answer = api.chat(tools=[TOOLS[0], {"type": "function", "function": odd}, TOOLS[1]], **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == next(iter(fields))
+    assert error["message"].startswith(f'{error["param"]} cannot be kept to: the tool "odd": '), error
+    assert api.chat(tools=TOOLS, **fields).status_code == 200
+
+
+def test_an_odd_form_is_not_blamed_on_a_tool(parsing: Api) -> None:
+    answer = parsing.chat(tools=TOOLS, guided_json={"type": "nonsense"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("guided_json cannot be kept to: ")
+    assert "the tool" not in answer.json()["error"]["message"]
+
+
 def test_thinking_has_a_field_of_its_own(parsing: Api) -> None:
     message = parsing.chat("<|s03|>").json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("plan it", "plan it", "42")

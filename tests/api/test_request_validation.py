@@ -61,7 +61,7 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("logit_bias", {"4": 1, "5": 101, "6": 2}, ('logit_bias["5"]', "at most 100", "not 101")),
     ("logit_bias", {"4": 1, "5": None}, ('logit_bias["5"]', "a number", "not null")),
     ("logit_bias", {"0" * 30 + "5": 1}, ("no token id",)),
-    ("temperature", 10**400, ("temperature",)),
+    ("temperature", 10**400, ("temperature must be in range, not 1000",)),
     ("repetition_penalty", 1e-300, ("0.01",)),
     ("logit_bias", [1], ("[1]",)),
     ("stream", "yes", ("yes",)),
@@ -84,6 +84,8 @@ BAD_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("guided_grammar", "start: nothing", ("nothing",)),
     ("structured_outputs", {"regex": 5}, ("a text",)),
     ("structured_outputs", {}, ("json_object",)),
+    ("structured_outputs", {"json_object": "no"}, ("json_object", "true or false")),
+    ("structured_outputs", {"choice": ["a"], "regex": "b"}, ("choice and regex",)),
     ("structured_outputs", {"structural_tag": {}}, ("structural_tag",)),
     ("bad_words", ["x"], ("not supported yet",)),
     ("use_beam_search", True, ("not supported yet",)),
@@ -105,6 +107,9 @@ CHAT_FIELDS: list[tuple[str, Any, tuple[str, ...]]] = [
         ("image_url",),
     ),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}], ("text",)),
+    ("messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}], ("['text']",)),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": {}}], ("tool_calls",)),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": False}], ("tool_calls",)),
     ("max_completion_tokens", 0, ("0",)),
     ("logprobs", 5, ("5",)),
     ("top_logprobs", 21, ("21", "20")),
@@ -165,6 +170,25 @@ def test_completions_refuse(api: Api, field: str, value: Any, words: tuple[str, 
     assert api.engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [66, 65, 66], "stop_token_ids": [65, 66]}, "allowed_token_ids"),
+        ({"stop_token_ids": "all", "ignore_eos": True}, "stop_token_ids"),
+    ],
+)
+def test_min_tokens_must_leave_a_token_to_go_on_with(api: Api, fields: dict[str, Any], param: str) -> None:
+    if fields["stop_token_ids"] == "all":
+        fields = fields | {"stop_token_ids": list(range(api.app.state.services.text.tokenizer.vocab_size))}
+    for path, body in ((CHAT, chat_body("<|s05|>")), (COMPLETIONS, completion_body("<|s05|>x"))):
+        refused(api.post(path, body | fields | {"min_tokens": 1}), param, "min_tokens")
+        assert api.engine.requests == []
+        assert api.post(path, body | fields | {"min_tokens": 0}).status_code == 200
+        api.engine.requests.clear()
+    wider = {**fields, "allowed_token_ids": [65, 66, 67], "stop_token_ids": [65, 66]}
+    assert api.post(CHAT, chat_body("<|s05|>") | wider | {"min_tokens": 1}).status_code == 200
+
+
 def test_forced_calls_need_a_known_format_and_a_declared_name(api: Api) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     refused(api.chat(tools=tools, tool_choice="required"), "tool_choice", "--tool-call-parser")
@@ -185,6 +209,8 @@ def test_null_is_absent_everywhere(api: Api) -> None:
     nulls = dict.fromkeys([*names, "model", "user", "metadata", "logprobs", "tools", "max_tokens"])
     answer = api.post(CHAT, chat_body("<|s05|>") | nulls)
     assert answer.status_code == 200, answer.text
+    untyped = [{"role": "user", "content": [{"type": None, "text": "<|s05|>"}], "tool_calls": None}]
+    assert api.post(CHAT, chat_body("") | {"messages": untyped}).status_code == 200
     streamed = api.chat_stream(stream_options={"include_usage": None})
     assert streamed.usage is None
     names = [field for field, _, _ in [*BAD_FIELDS, *COMPLETION_FIELDS] if field != "prompt"]
@@ -240,6 +266,8 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
     (b'{"tools": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
     (b'{"tools": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}", "deep"),
+    (b'{"tools": ' + b"[" * 600 + b'"\\ud800"' + b"]" * 600 + b"}", "deep"),
+    (b'{"tools": ' + b"[" * 600 + b"NaN" + b"]" * 600 + b"}", "deep"),
 ]
 
 
@@ -247,6 +275,18 @@ BAD_BODIES: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
 def test_bad_bodies(api: Api, path: str, body: bytes, word: str) -> None:
     refused(api.send("POST", path, content=body), None, word)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 6000])
+def test_numbers_that_json_does_not_have_are_refused_by_name(api: Api, number: str) -> None:
+    body = json.dumps(chat_body("<|s05|>") | {"tools": [{"a": "@"}]}).replace('"@"', number)
+    refused(api.send("POST", CHAT, content=body.encode()), "tools[0].a", "tools[0].a", "NaN", "out of range")
+
+
+def test_no_field_is_named_for_a_name_that_is_no_text(api: Api) -> None:
+    answer = api.send("POST", CHAT, content=b'{"\\ud800": 1}')
+    refused(answer, None, "a field name", "surrogate")
+    assert answer.json()["error"]["param"] is None
 
 
 def test_wide_bodies_are_not_deep(api: Api) -> None:

@@ -51,6 +51,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("input", [], "input"),
     ("input", 5, "input"),
     ("input", [{"type": "item_reference", "id": "x"}], "item_reference"),
+    ("input", [{"type": [], "role": "user", "content": "x"}], "input[0].type []"),
+    ("input", [{"type": {}, "role": "user", "content": "x"}], "input[0].type {}"),
+    ("input", [{"type": "reasoning", "summary": [], "content": False}], "input[0].content"),
+    ("input", [{"type": "reasoning", "summary": "so"}], "input[0].summary"),
     ("input", [{"role": "wizard", "content": "x"}], "wizard"),
     ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input_image"),
     ("input", [{"type": "function_call", "call_id": "x"}], "name"),
@@ -60,6 +64,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("temperature", 3, "3"),
     ("tools", [{"type": "web_search"}], "web_search"),
     ("tools", [{"type": "function"}], "name"),
+    ("tools", [{"type": "namespace", "name": "n", "description": [], "tools": TOOLS}], "description"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "name": "f"}, "tool_choice"),
     ("text", {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}, "text"),
@@ -90,6 +95,11 @@ def test_refusals_name_the_field(api: Api, field: str, value: Any, word: str) ->
     error = answer.json()["error"]
     assert error["param"].startswith(field) and word in error["message"], error
     assert api.engine.requests == []
+
+
+def test_an_item_whose_type_is_null_is_a_message(api: Api) -> None:
+    assert api.post(PATH, {"input": [{"type": None, "role": "user", "content": "so"}]}).status_code == 200
+    assert prompt(api) == "<|user|>so<|im_end|><|assistant|>"
 
 
 def test_a_prompt_that_does_not_fit(api: Api) -> None:

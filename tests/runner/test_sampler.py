@@ -152,6 +152,14 @@ def test_tiny_temperature_is_greedy() -> None:
     assert draw(logits, [row(params(temperature=1e-5))] * 3) == logits.argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize("top_p", [1e-320, 1e-46, 1e-40, 1e-20])
+def test_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
+    logits = logits_of(3)
+    fields = ({}, {"top_k": 5}, {"min_p": 0.01})
+    rows = [row(params(temperature=2.0, top_p=top_p, seed=7, **more)) for more in fields]
+    assert draw(logits, rows) == logits.argmax(axis=1).tolist()
+
+
 def test_bias_ban_and_allowed_tokens() -> None:
     logits = logits_of(4)
     best = logits.argmax(axis=1)

@@ -148,8 +148,11 @@ def _user(blocks: Blocks, where: str) -> list[dict[str, Any]]:
 
 def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool's message; templates know no failed results, so a failed one begins with a word that says so."""
-    text = _text(block.get("content") or "", f"{where}.content")
-    if block.get("is_error"):
+    content, is_error = block.get("content"), block.get("is_error")
+    text = _text("" if content is None else content, f"{where}.content")
+    if is_error is not None and not isinstance(is_error, bool):
+        raise InvalidRequest(f"{where}.is_error must be true or false, not {shown(is_error)}", param="messages")
+    if is_error:
         text = f"Error: {text}" if text else "Error"
     return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": text}
 

@@ -111,7 +111,13 @@ async def chat_grammar(
         )
     except GrammarError as error:
         raise refusal(param, error) from None
-    await services.grammars.check(grammar, param)
+    try:
+        await services.grammars.check(grammar, param)
+    except InvalidRequest:
+        for tool in callable_tools:
+            alone = answer.build(None, definitions([tool]))
+            await services.grammars.check(alone, param, f"the tool {shown(tool['function']['name'])}")
+        raise
     return grammar
 
 
@@ -140,6 +146,15 @@ def _structured_outputs(fields: dict[str, Any]) -> list[tuple[str, str, Any]]:
     if not asked:
         raise InvalidRequest(
             f"structured_outputs must have one of {', '.join(_KINDS)}, json_object", param="structured_outputs"
+        )
+    if not isinstance(asked.get("json_object", True), bool):
+        raise InvalidRequest(
+            f"structured_outputs.json_object must be true or false, not {shown(asked['json_object'])}",
+            param="structured_outputs",
+        )
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"structured_outputs has {' and '.join(asked)}; it must have one of them", param="structured_outputs"
         )
     return [("structured_outputs", name, value) for name, value in asked.items()]
 

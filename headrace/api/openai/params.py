@@ -38,6 +38,9 @@ def sampling_params(
         top_p, top_k = 1.0, 1
     ends = frozenset() if fields.ignore_eos else end_token_ids
     asked = check_token_ids(fields.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
+    allowed = check_token_ids(fields.allowed_token_ids or [], "allowed_token_ids", limits.vocab_size)
+    if fields.min_tokens:
+        _check_some_token_goes_on(allowed, ends | set(asked), limits.vocab_size)
     return SamplingParams(
         max_tokens=0,
         min_tokens=fields.min_tokens or 0,
@@ -49,7 +52,7 @@ def sampling_params(
         presence_penalty=_first(fields.presence_penalty, defaults.presence_penalty),
         frequency_penalty=_first(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias or {}, limits.vocab_size),
-        allowed_token_ids=check_token_ids(fields.allowed_token_ids or [], "allowed_token_ids", limits.vocab_size),
+        allowed_token_ids=allowed,
         stop_token_ids=tuple(sorted(ends | set(asked))),
         logprobs=_num_logprobs(fields),
         prompt_logprobs=_num_prompt_logprobs(fields),
@@ -134,6 +137,20 @@ def check_token_ids(token_ids: list[int], param: str, vocab_size: int) -> tuple[
                 f"{param} has token id {token_id}; this model's vocabulary ends at {vocab_size - 1}", param=param
             )
     return tuple(dict.fromkeys(token_ids))
+
+
+def _check_some_token_goes_on(allowed: tuple[int, ...], stops: frozenset[int], vocab_size: int) -> None:
+    """``min_tokens`` bans the tokens that end an answer; where nothing else is allowed, nothing can be sampled."""
+    if allowed and stops.issuperset(allowed):
+        raise InvalidRequest(
+            "allowed_token_ids has only tokens that end the answer, which min_tokens keeps from coming",
+            param="allowed_token_ids",
+        )
+    if len(stops) >= vocab_size:
+        raise InvalidRequest(
+            f"stop_token_ids has all {vocab_size} tokens of the vocabulary, which min_tokens keeps from coming",
+            param="stop_token_ids",
+        )
 
 
 def _first(value: float | None, default: float) -> float:

@@ -48,8 +48,8 @@ def item_id_or_none(item: Item) -> str | None:
 
 
 def _item(item: Item, where: str, given_id: str | None, response: str, position: int) -> Item:
-    kind = item.get("type", "message")
-    if kind not in _PREFIXES:
+    kind = "message" if item.get("type") is None else item["type"]
+    if not isinstance(kind, str) or kind not in _PREFIXES:
         hint = "send the item itself" if kind == "item_reference" else "known are " + ", ".join(_PREFIXES)
         raise _invalid(f"{where}.type {shown(kind)} is not supported; {hint}")
     head = {"id": given_id or f"{item_id(kind, response, position)}i", "type": kind}
@@ -64,7 +64,8 @@ def _item(item: Item, where: str, given_id: str | None, response: str, position:
         case "function_call_output":
             output = _text(item.get("output"), f"{where}.output")
             return {**head, "call_id": _string(item, "call_id", where), "output": output, "status": "completed"}
-    return {**head, "summary": item.get("summary") or [], "content": _thoughts(item, where), "status": "completed"}
+    summary, content = _parts(item, "summary", where), _parts(item, "content", where)
+    return {**head, "summary": summary, "content": _thoughts(content, where), "status": "completed"}
 
 
 def _message(item: Item, where: str) -> Item:
@@ -91,10 +92,16 @@ def _text(content: object, where: str) -> str:
     return "".join(texts)
 
 
-def _thoughts(item: Item, where: str) -> list[Item]:
-    content = item.get("content") or []
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise _invalid(f"{where}.content must be a list of parts")
+def _parts(item: Item, field: str, where: str) -> list[Item]:
+    parts = item.get(field)
+    if parts is None:
+        return []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise _invalid(f"{where}.{field} must be a list of parts, not {shown(parts)}")
+    return parts
+
+
+def _thoughts(content: list[Item], where: str) -> list[Item]:
     return [
         {"type": "reasoning_text", "text": _string(part, "text", f"{where}.content[{i}]")}
         for i, part in enumerate(content)

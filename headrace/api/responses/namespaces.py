@@ -37,9 +37,10 @@ def flat_tools(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | Non
         if not isinstance(inner, list) or not all(isinstance(function, dict) for function in inner):
             raise InvalidRequest(f"{where}.tools must be a list of objects, not {shown(inner)}", param="tools")
         for number, function in enumerate(inner):
-            words = [text for text in (tool.get("description"), function.get("description")) if text]
-            if not all(isinstance(text, str) for text in words):
+            given = [text for text in (tool.get("description"), function.get("description")) if text is not None]
+            if not all(isinstance(text, str) for text in given):
                 raise InvalidRequest(f"{where}: a description must be a string", param="tools")
+            words = [text for text in given if text]
             described = {**function, "description": "\n".join(words)} if words else function
             yield f"{where}.tools[{number}]", namespace, described
 

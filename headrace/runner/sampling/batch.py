@@ -125,7 +125,8 @@ def _random_rows(rows: Sequence[ScheduledRow], vocab_size: int, small_top_k: int
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         truncation = Truncation(
             np.array(top_k, np.int32),
-            np.array([p.top_p if p.top_p < 1 else 2.0 for p in params], np.float32),
+            # Not 0 as a float32, on a device that flushes small values neither: the first token is always kept.
+            np.array([max(p.top_p, 1e-30) if p.top_p < 1 else 2.0 for p in params], np.float32),
             np.array([p.min_p for p in params], np.float32),
             bounded=all(k <= small_top_k for k in top_k),
         )

@@ -41,16 +41,23 @@ class CallGrammar:
         self.rule = "calls"
         self.rules: list[str] = []
         self.entries: list[Entry] = []
-        names = [self._add_tool(number, tool) for number, tool in enumerate(tools)]
+        names = [self._named(number, tool) for number, tool in enumerate(tools)]
         self.rules.append(f"one_call: {' | '.join(names)}")
         further = min(max_calls, form.max_calls) - 1
         repeated = f"({literal(form.between)} one_call){{0,{further}}}" if further else ""
         self.rules.append(f"calls: {literal(form.begin)} one_call {repeated} {literal(form.end)}")
 
+    def _named(self, number: int, tool: ToolDefinition) -> str:
+        """The rule of a tool's call; what is wrong with the tool is said with its name."""
+        try:
+            return self._add_tool(number, tool)
+        except GrammarError as error:
+            raise GrammarError(f"the tool {quoted(tool.name)}: {error}") from None
+
     def _add_tool(self, number: int, tool: ToolDefinition) -> str:
         form, literal = self._form, self._literal
         if not form.quotes_name and not _PLAIN_NAME.fullmatch(tool.name):
-            raise GrammarError(f"this model's call format cannot name a function {quoted(tool.name)}")
+            raise GrammarError("this model's call format cannot write its name")
         head = form.before + (quoted(tool.name) if form.quotes_name else tool.name) + form.middle
         match form.arguments:
             case Arguments.OBJECT:
