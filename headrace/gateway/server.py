@@ -3,8 +3,8 @@
     bind the port ─► start HTTP and the worker side by side ─► worker ready: one line on stdout
     SIGTERM or Ctrl-C ─► drain: new requests 503, running ones finish up to ``drain_timeout_s``, then
     get an error; a second Ctrl-C stops now ─► worker ended, socket files removed, exit code 0
-    SIGHUP ─► configuration read anew, worker replaced, open requests go on (the end of the terminal that the
-    server was started from still is a reason to stop)
+    SIGHUP ─► configuration read anew, worker replaced, open requests go on; it waits for a worker that steps, and
+    for a reload under way (the end of the terminal that the server was started from still is a reason to stop)
 
 Exit codes: 0 stopped as asked; 2 a permanent fault at start (one line on stderr); 3 the port cannot be bound.
 """
@@ -222,7 +222,8 @@ class _Server:
         self._client = WorkerClient(max_held=config.engine.max_queue)
         self._metrics = Metrics(config.served_model_names[0], self._client, _key_names(config))
         self._client.on_step = self._metrics.step
-        self._client.on_reload = self._reload
+        self._client.on_reload = self._reload_now
+        self._reloading = asyncio.Lock()
         self._sides = SideEngines(config, folder, worker_command)
         self._tracing = _tracing(config)
         self._front = _Front(self._app(config))
@@ -249,18 +250,15 @@ class _Server:
         """``hangups``: those that came before this; they are one wish for a reload."""
         client, supervisor = self._client, self._supervisor
         http = _HttpServer(self._uvicorn_config(self._front))
-        reloads: set[asyncio.Task[str]] = set()
-
-        def reload() -> None:
-            reloads.add(asyncio.create_task(self._reload()))
-
-        stop, stop_now = _stop_events(reload)
+        hangup = asyncio.Event()
+        stop, stop_now = _stop_events(hangup.set)
         if hangups:
-            reload()
+            hangup.set()
         raise_open_files()
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = asyncio.create_task(self._run_engines())
         announcing = asyncio.create_task(self._announce(client))
+        reloading = asyncio.create_task(self._reload_on(hangup, stop))
         stopping = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait({serving, engine, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +267,7 @@ class _Server:
             if stop.is_set():
                 await self._drain(client, http, stop_now)
         finally:
-            for task in (announcing, stopping, *reloads):
+            for task in (announcing, stopping, reloading):
                 task.cancel()
             http.should_exit = True
             http.force_exit = stop_now.is_set()
@@ -282,6 +280,28 @@ class _Server:
         engine.result()
         serving.result()
         return EXIT_STOPPED
+
+    async def _reload_on(self, hangup: asyncio.Event, stop: asyncio.Event) -> None:
+        """A reload for every hangup, for several before it begins one; its outcome is in the log."""
+        while True:
+            await hangup.wait()
+            if not self._client.settled.is_set():
+                log.info("reload: waits until a worker is ready")
+            await self._client.settled.wait()
+            async with self._reloading:
+                hangup.clear()
+                if stop.is_set():
+                    return
+                try:
+                    await self._reload()
+                except Exception:
+                    log.exception("reload: failed")
+
+    async def _reload_now(self) -> str:
+        if self._reloading.locked():
+            return "a reload is under way already"
+        async with self._reloading:
+            return await self._reload()
 
     async def _reload(self) -> str:
         """See ``EngineClient.reload``. What cannot be taken over changes nothing."""

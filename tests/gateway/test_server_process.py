@@ -119,6 +119,14 @@ def read_to_end(connection: socket.socket) -> bytes:
     return received
 
 
+def begun(server: Server) -> psutil.Process:
+    """The worker, which need not be ready."""
+    while len(psutil.Process(server.process.pid).children()) != 1:
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the gateway listens to signals
+    return server.worker()
+
+
 def gone(process: psutil.Process) -> bool:
     try:
         process.wait(2)
@@ -416,6 +424,50 @@ def test_hangup_replaces_the_worker_and_loses_nothing(start: Any) -> None:
     assert client.lines == [*map(str, expected(request("r", 200))), "end"]
     server.signal(signal.SIGTERM)
     assert server.end()[0] == 0
+
+
+def test_hangups_while_no_worker_steps_wait_for_one(start: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = start(behaviour={"block": str(gate)})
+    first = begun(server)
+    server.signal(signal.SIGHUP)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert first.is_running()
+    gate.touch()
+    server.ready()
+    assert gone(first)  # replaced, once
+    time.sleep(1)
+    second = server.worker()
+    gate.unlink()
+    second.kill()
+    assert gone(second)
+    third = begun(server)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.3)
+    gate.touch()
+    assert gone(third)
+    Client(server, "r", 5).join()
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert (code, err.count("reload: done"), err.count("Traceback")) == (0, 2, 0)
+    assert err.count("reload: waits until a worker is ready") == 2
+
+
+def test_a_hangup_during_a_reload_is_another_reload(start: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    server = start(behaviour={"block": str(gate)}).ready()
+    gate.unlink()
+    server.signal(signal.SIGHUP)
+    time.sleep(1)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.3)
+    gate.touch()
+    time.sleep(3)
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert (code, err.count("reload: done"), err.count("ERROR")) == (0, 2, 0)
 
 
 def test_small_parts() -> None:
