@@ -37,10 +37,16 @@ _DESCRIPTION = (
 
 def run(argv: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    config = read_config(argv)
-    from headrace.gateway.server import run_server
+    from headrace.gateway.early_signals import StoppedEarly, early_signals
 
-    return run_server(config, make_app, reread=partial(read_config, argv))
+    try:
+        with early_signals() as hangups:
+            config = read_config(argv)
+            from headrace.gateway.server import run_server
+
+            return run_server(config, make_app, reread=partial(read_config, argv), hangups=hangups)
+    except StoppedEarly:
+        return 0
 
 
 def read_config(argv: Sequence[str]) -> ServerConfig:

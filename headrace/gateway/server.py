@@ -37,6 +37,7 @@ from headrace.core.collector import settle_collector
 from headrace.core.machine import read_memory
 from headrace.errors import HeadraceError, NotReady, StartupError
 from headrace.gateway import logs
+from headrace.gateway.early_signals import StoppedEarly, early_signals, terminal_is_gone
 from headrace.gateway.http_protocol import LimitedHttpProtocol
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.reload import changes_http, fits_twice, needs_restart, refusal, with_fixed
@@ -68,15 +69,12 @@ class PortUnavailable(StartupError):
     """The address cannot be bound."""
 
 
-class _StoppedEarly(BaseException):
-    """Told to stop before the event loop listens to signals."""
-
-
 def run_server(
     config: ServerConfig,
     make_app: AppFactory,
     *,
     reread: Callable[[], ServerConfig] | None = None,
+    hangups: list[int] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Serve until told to stop; return the exit code.
@@ -85,20 +83,21 @@ def run_server(
         config: validated.
         make_app: builds the HTTP application around the engine; may raise ``StartupError`` (tokenizer, template).
         reread: reads the configuration anew for a reload (``HeadraceError``: it is not usable); None: it stays.
+        hangups: as ``early_signals`` takes and gives them.
         worker_command: the worker's program.
     """
     try:
         logs.configure(config.log_level, config.log_format)
         refuse_exposure(config)
         with (
-            early_signals() as hangups,
+            early_signals(hangups) as hangups,
             bind(config.host, config.port) as listener,
             private_folder() as folder,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             server = _Server(config, listener, folder, worker_command, make_app, reread)
             return runner.run(server.serve(hangups))
-    except _StoppedEarly:
+    except StoppedEarly:
         return EXIT_STOPPED
     except PortUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
@@ -145,34 +144,6 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
         ) from None
     return listener
-
-
-@contextlib.contextmanager
-def early_signals() -> Iterator[list[int]]:
-    """Signals until the event loop takes them over: a stop undoes what was begun, a hangup waits in the list."""
-    hangups: list[int] = []
-    has_terminal = os.isatty(0)
-
-    def stop(number: int, frame: object) -> None:
-        raise _StoppedEarly
-
-    def hang_up(number: int, frame: object) -> None:
-        if _is_closed(has_terminal):
-            raise _StoppedEarly
-        hangups.append(number)
-
-    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGHUP: hang_up}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield hangups
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_closed(had_terminal: bool) -> bool:
-    """Whether the terminal of the start is gone: a hangup is then no request of a person."""
-    return had_terminal and not os.isatty(0)
 
 
 @contextlib.contextmanager
@@ -409,7 +380,7 @@ def _stop_events(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Eve
         (stop_now if stop.is_set() else stop).set()
 
     def on_hangup() -> None:
-        if _is_closed(has_terminal):
+        if terminal_is_gone(has_terminal):
             on_signal()
         elif not stop.is_set():
             reload()

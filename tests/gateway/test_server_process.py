@@ -23,10 +23,10 @@ import pytest
 from engine_harness import engine_config, expected, request
 
 from headrace.config import ServerConfig
+from headrace.gateway.early_signals import early_signals
 from headrace.gateway.server import (
     EXIT_STOPPED,
     bind,
-    early_signals,
     is_loopback,
     ready_line,
     refuse_exposure,
