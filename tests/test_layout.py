@@ -18,8 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = ("cli", "api", "gateway", "worker", "runner", "text", "checkpoint", "core", "")
 WITHOUT_MLX = ("api", "gateway", "text", "checkpoint", "core", "")
 MLX_NAMES = ("mlx", "mlx_lm", "transformers", "torch")
-# What gateway and worker share: their messages, and the note that a dying worker leaves.
-WORKER_SEAM = ("headrace.worker.protocol", "headrace.worker.step_record")
+# What gateway and worker share: their messages, log lines, and the note that a dying worker leaves.
+WORKER_SEAM = ("headrace.worker.protocol", "headrace.worker.log_lines", "headrace.worker.step_record")
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.worker.log_lines import read_line
 from headrace.worker.protocol import (
     EXIT_START_FAILED,
     ToGateway,
@@ -190,9 +191,10 @@ class WorkerProcess:
 
     def _log_line(self, raw: bytes) -> None:
         line = raw[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
-        if line:
-            self._last_line = line
-            worker_log.info(line)
+        level, text = read_line(line)
+        if text:
+            self._last_line = text
+            worker_log.log(level, "%s", text)
 
     def _death(self, code: int) -> WorkerDeath:
         in_step = read_step_record(self._record)

@@ -470,6 +470,16 @@ def test_a_hangup_during_a_reload_is_another_reload(start: Any, tmp_path: Path) 
     assert (code, err.count("reload: done"), err.count("ERROR")) == (0, 2, 0)
 
 
+def test_what_a_worker_warns_of_is_a_warning_here(start: Any) -> None:
+    server = start(log_level="warning").ready()
+    bad = Client(server, "bad", 10, marks=[901])
+    bad.join()
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert code == 0 and " ERROR worker: step poisoned" in err
+    assert " ERROR worker: RuntimeError: the device reported a fault" in err and " INFO " not in err
+
+
 def test_small_parts() -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
