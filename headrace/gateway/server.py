@@ -148,8 +148,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Holds the worker's socket; only this user may enter. Removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    """Holds the worker's socket; only this user may enter. Removed at the end. StartupError: there is none."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    except OSError as error:
+        raise StartupError(f"no folder for temporary files ({error.strerror}); set TMPDIR to one") from None
     try:
         yield folder
     finally:

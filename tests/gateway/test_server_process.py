@@ -266,6 +266,16 @@ def test_a_hangup_before_the_loop_runs_waits() -> None:
         assert hangups == [signal.SIGHUP]
 
 
+def test_no_folder_for_temporary_files_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    config = ServerConfig(engine=engine_config(), served_model_names=("m",), port=0)
+    assert run_server(config, lambda *args: None) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: no folder for temporary files (") and err.count("\n") == 1
+
+
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
     server = start(drain_timeout_s=1.0).ready()
     body = b'{"id": "silent", "max_tokens": 4000, "padding": 5000}'
