@@ -127,6 +127,13 @@ def begun(server: Server) -> psutil.Process:
     return server.worker()
 
 
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to reap it
+    except psutil.NoSuchProcess:
+        return True
+
+
 def gone(process: psutil.Process) -> bool:
     try:
         process.wait(2)
@@ -274,6 +281,28 @@ def test_no_folder_for_temporary_files_is_one_line(
     assert run_server(config, lambda *args: None) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: no folder for temporary files (") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_a_worker_started_ends_with_the_server(
+    start: Any, tmp_path: Path, number: signal.Signals, loaded: bool
+) -> None:
+    """Compilers, at a first start."""
+    noted = tmp_path / "child"
+    more = {} if loaded else {"block": str(tmp_path / "never")}
+    server = start(behaviour={"child": str(noted), **more})
+    if loaded:
+        server.ready()
+    while not (noted.exists() and noted.read_text()):
+        time.sleep(0.05)
+    child = psutil.Process(int(noted.read_text()))
+    server.signal(number)
+    server.end()
+    deadline = time.monotonic() + 10
+    while not ended(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended(child)
 
 
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
