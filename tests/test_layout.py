@@ -24,8 +24,8 @@ RUNNER_ROOMS = (
     *("substitutions", "attention", "products", "kv", "cpu", "kernels"),
     *("mlx_lm_adapter", "device_arrays", "device", "timing", "mlx_environment"),
 )
-# What gateway and worker share: their messages, and the note that a dying worker leaves.
-WORKER_SEAM = ("headrace.worker.protocol", "headrace.worker.step_record")
+# What gateway and worker share: their messages, log lines, and the note that a dying worker leaves.
+WORKER_SEAM = ("headrace.worker.protocol", "headrace.worker.log_lines", "headrace.worker.step_record")
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -79,7 +79,7 @@ def ensure_local(model: str, options: FetchOptions | None = None, progress: Prog
     if not model.strip():
         raise ModelFileError("the model's name is empty: give a folder, a .gguf file or a hub id")
     path = Path(model).expanduser()
-    if path.exists():
+    if exists(path):
         return path
     if staging_folder(path).exists() and path.name:
         raise ModelFileError(
@@ -93,6 +93,14 @@ def ensure_local(model: str, options: FetchOptions | None = None, progress: Prog
             raise StartupError(f"{model} is not on this machine, and fetching is off (--offline)")
         acquire(model, target, options, progress)
     return _entry(target)
+
+
+def exists(path: Path) -> bool:
+    """Raises ModelFileError where that cannot be seen (a folder above may not be entered)."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def cached_target(hub_id: str, options: FetchOptions) -> Path:

@@ -70,7 +70,7 @@ def describe(path: str | os.PathLike[str]) -> ModelFiles:
             raise ModelFileError(f"{path}: no such file or folder")
         if path.is_dir():
             return _describe_folder(path)
-    except PermissionError as error:
+    except OSError as error:
         name = os.path.basename(error.filename) if error.filename else str(path)
         raise ModelFileError(f"{name}: cannot be read: {error.strerror}") from None
     if not path.is_file():  # to open a pipe would wait for whoever writes

@@ -150,10 +150,12 @@ def emit(rendered: str, output: str | None) -> None:
 
 
 def prepare_math() -> None:
-    """The matrix library, which MLX binds when it is imported; once, before the first ``build``."""
+    """The matrix library and the settings that MLX takes when it is imported; once, before the first ``build``."""
+    from headrace.runner import mlx_environment
     from headrace.runner.cpu import blas
 
     blas.prepare()
+    mlx_environment.prepare()
 
 
 def build(config: EngineConfig) -> BuiltRunner:

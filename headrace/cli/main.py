@@ -58,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"headrace: what it says cannot be written: {error.strerror}", file=sys.stderr)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as above
             return 1
-        if not isinstance(error, HeadraceError):
+        is_file_fault = isinstance(error, OSError) and error.filename is not None and error.strerror is not None
+        if not isinstance(error, HeadraceError) and not is_file_fault:
             raise
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         command = f" {words[0]}" if words and words[0] in COMMANDS else ""
-        print(f"headrace{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"headrace{command}: {' '.join(text.split())}", file=sys.stderr)
         return 2 if isinstance(error, StartupError) else 1
 
 

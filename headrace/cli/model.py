@@ -121,11 +121,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _located(arguments: argparse.Namespace) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """The model's path here, or for a hub id that is not here a folder of its headers and where they are from."""
-    from headrace.checkpoint.hub import cached_target, ensure_local, is_hub_id
+    from headrace.checkpoint.hub import cached_target, ensure_local, exists, is_hub_id
 
     model, options = arguments.model, _options(arguments)
     path = Path(model).expanduser()
-    here = path.exists() or not is_hub_id(model) or Path(model.split("/")[0]).is_dir()
+    here = exists(path) or not is_hub_id(model) or Path(model.split("/")[0]).is_dir()
     if here or cached_target(model, options).exists():
         yield ensure_local(model, options), None
         return

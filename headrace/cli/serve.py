@@ -37,10 +37,16 @@ _DESCRIPTION = (
 
 def run(argv: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    config = read_config(argv)
-    from headrace.gateway.server import run_server
+    from headrace.gateway.early_signals import StoppedEarly, early_signals
 
-    return run_server(config, make_app, reread=partial(read_config, argv))
+    try:
+        with early_signals() as hangups:
+            config = read_config(argv)
+            from headrace.gateway.server import run_server
+
+            return run_server(config, make_app, reread=partial(read_config, argv), hangups=hangups)
+    except StoppedEarly:
+        return 0
 
 
 def read_config(argv: Sequence[str]) -> ServerConfig:
@@ -122,6 +128,8 @@ def locate(model: str | None, download: Mapping[str, Any]) -> tuple[str, str]:
     if model is None:
         from headrace.cli.demo_model import DEMO_MODEL_NAME, demo_model_path, ensure_demo_model
 
+        if "revision" in download:
+            raise UsageError("--revision is for models from a hub; the demo model has one revision")
         if download.get("offline") and demo_model_path() is None:
             raise StartupError("the demo model is not on this machine, and fetching is off (--offline)")
         return str(ensure_demo_model(partial(_show_progress, DEMO_MODEL_NAME))), DEMO_MODEL_NAME

@@ -41,11 +41,11 @@ def integer(low: int, high: int | None = None, *, scale: int = 1) -> Kind:
 
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Kind:
     """A finite number in [low, high]; ``above`` excludes low, ``below`` excludes high."""
-    wanted = f"a number {'above' if above else 'from'} {low:g}"
+    wanted = f"a number above {low:g}" if above else f"a number, at least {low:g}"
     if not math.isinf(high):
-        wanted += f" and below {high:g}" if below else f" to {high:g}"
-    elif not above:
-        wanted = f"a number, at least {low:g}"
+        is_closed = not (above or below)
+        upper = f" and below {high:g}" if below else f" and at most {high:g}"
+        wanted = f"a number from {low:g} to {high:g}" if is_closed else wanted + upper
 
     def parse(text: str) -> object:
         try:

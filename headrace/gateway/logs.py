@@ -39,8 +39,10 @@ def configure(level: str, log_format: str) -> None:
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """A handler that was cancelled at shutdown is no event."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    """What was cancelled at shutdown is no event: a handler, or the application's life, told as a text."""
+    if record.exc_info:
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not (record.name.startswith("uvicorn") and record.getMessage().rstrip().endswith(".CancelledError"))
 
 
 def fields(record: logging.LogRecord) -> dict[str, object]:

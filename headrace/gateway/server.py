@@ -3,8 +3,8 @@
     bind the port ─► start HTTP and the worker side by side ─► worker ready: one line on stdout
     SIGTERM or Ctrl-C ─► drain: new requests 503, running ones finish up to ``drain_timeout_s``, then
     get an error; a second Ctrl-C stops now ─► worker ended, socket files removed, exit code 0
-    SIGHUP ─► configuration read anew, worker replaced, open requests go on (the end of the terminal that the
-    server was started from still is a reason to stop)
+    SIGHUP ─► configuration read anew, worker replaced, open requests go on; it waits for a worker that steps, and
+    for a reload under way (the end of the terminal that the server was started from still is a reason to stop)
 
 Exit codes: 0 stopped as asked; 2 a permanent fault at start (one line on stderr); 3 the port cannot be bound.
 """
@@ -37,6 +37,7 @@ from headrace.core.collector import settle_collector
 from headrace.core.machine import read_memory
 from headrace.errors import HeadraceError, NotReady, StartupError
 from headrace.gateway import logs
+from headrace.gateway.early_signals import StoppedEarly, early_signals, terminal_is_gone
 from headrace.gateway.http_protocol import LimitedHttpProtocol
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.reload import changes_http, fits_twice, needs_restart, refusal, with_fixed
@@ -68,15 +69,12 @@ class PortUnavailable(StartupError):
     """The address cannot be bound."""
 
 
-class _StoppedEarly(BaseException):
-    """Told to stop before the event loop listens to signals."""
-
-
 def run_server(
     config: ServerConfig,
     make_app: AppFactory,
     *,
     reread: Callable[[], ServerConfig] | None = None,
+    hangups: list[int] | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Serve until told to stop; return the exit code.
@@ -85,20 +83,21 @@ def run_server(
         config: validated.
         make_app: builds the HTTP application around the engine; may raise ``StartupError`` (tokenizer, template).
         reread: reads the configuration anew for a reload (``HeadraceError``: it is not usable); None: it stays.
+        hangups: as ``early_signals`` takes and gives them.
         worker_command: the worker's program.
     """
     try:
         logs.configure(config.log_level, config.log_format)
         refuse_exposure(config)
         with (
-            early_signals() as hangups,
+            early_signals(hangups) as hangups,
             bind(config.host, config.port) as listener,
             private_folder() as folder,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             server = _Server(config, listener, folder, worker_command, make_app, reread)
             return runner.run(server.serve(hangups))
-    except _StoppedEarly:
+    except StoppedEarly:
         return EXIT_STOPPED
     except PortUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
@@ -148,37 +147,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def early_signals() -> Iterator[list[int]]:
-    """Signals until the event loop takes them over: a stop undoes what was begun, a hangup waits in the list."""
-    hangups: list[int] = []
-    has_terminal = os.isatty(0)
-
-    def stop(number: int, frame: object) -> None:
-        raise _StoppedEarly
-
-    def hang_up(number: int, frame: object) -> None:
-        if _is_closed(has_terminal):
-            raise _StoppedEarly
-        hangups.append(number)
-
-    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGHUP: hang_up}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield hangups
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_closed(had_terminal: bool) -> bool:
-    """Whether the terminal of the start is gone: a hangup is then no request of a person."""
-    return had_terminal and not os.isatty(0)
-
-
-@contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Holds the worker's socket; only this user may enter. Removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    """Holds the worker's socket; only this user may enter. Removed at the end. StartupError: there is none."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="headrace-"))
+    except OSError as error:
+        raise StartupError(f"no folder for temporary files ({error.strerror}); set TMPDIR to one") from None
     try:
         yield folder
     finally:
@@ -222,7 +196,8 @@ class _Server:
         self._client = WorkerClient(max_held=config.engine.max_queue)
         self._metrics = Metrics(config.served_model_names[0], self._client, _key_names(config))
         self._client.on_step = self._metrics.step
-        self._client.on_reload = self._reload
+        self._client.on_reload = self._reload_now
+        self._reloading = asyncio.Lock()
         self._sides = SideEngines(config, folder, worker_command)
         self._tracing = _tracing(config)
         self._front = _Front(self._app(config))
@@ -249,18 +224,15 @@ class _Server:
         """``hangups``: those that came before this; they are one wish for a reload."""
         client, supervisor = self._client, self._supervisor
         http = _HttpServer(self._uvicorn_config(self._front))
-        reloads: set[asyncio.Task[str]] = set()
-
-        def reload() -> None:
-            reloads.add(asyncio.create_task(self._reload()))
-
-        stop, stop_now = _stop_events(reload)
+        hangup = asyncio.Event()
+        stop, stop_now = _stop_events(hangup.set)
         if hangups:
-            reload()
+            hangup.set()
         raise_open_files()
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         engine = asyncio.create_task(self._run_engines())
         announcing = asyncio.create_task(self._announce(client))
+        reloading = asyncio.create_task(self._reload_on(hangup, stop))
         stopping = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait({serving, engine, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +241,7 @@ class _Server:
             if stop.is_set():
                 await self._drain(client, http, stop_now)
         finally:
-            for task in (announcing, stopping, *reloads):
+            for task in (announcing, stopping, reloading):
                 task.cancel()
             http.should_exit = True
             http.force_exit = stop_now.is_set()
@@ -282,6 +254,28 @@ class _Server:
         engine.result()
         serving.result()
         return EXIT_STOPPED
+
+    async def _reload_on(self, hangup: asyncio.Event, stop: asyncio.Event) -> None:
+        """A reload for every hangup, for several before it begins one; its outcome is in the log."""
+        while True:
+            await hangup.wait()
+            if not self._client.settled.is_set():
+                log.info("reload: waits until a worker is ready")
+            await self._client.settled.wait()
+            async with self._reloading:
+                hangup.clear()
+                if stop.is_set():
+                    return
+                try:
+                    await self._reload()
+                except Exception:
+                    log.exception("reload: failed")
+
+    async def _reload_now(self) -> str:
+        if self._reloading.locked():
+            return "a reload is under way already"
+        async with self._reloading:
+            return await self._reload()
 
     async def _reload(self) -> str:
         """See ``EngineClient.reload``. What cannot be taken over changes nothing."""
@@ -389,7 +383,7 @@ def _stop_events(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Eve
         (stop_now if stop.is_set() else stop).set()
 
     def on_hangup() -> None:
-        if _is_closed(has_terminal):
+        if terminal_is_gone(has_terminal):
             on_signal()
         elif not stop.is_set():
             reload()

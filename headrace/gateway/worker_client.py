@@ -64,6 +64,7 @@ class WorkerClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self.first_ready = asyncio.Event()
+        self.settled = asyncio.Event()  # a worker is ready, or none will come
         self._state = EngineState(status="starting")
         self._past = EngineStats()  # totals of the workers before the present one
         self._steps_told = 0  # of the present worker, to ``on_step``
@@ -143,6 +144,7 @@ class WorkerClient:
         if self._state.status != "draining":
             self._set(status="ready", message="", detail="")
         self.first_ready.set()
+        self.settled.set()
         self.replayed_total += len(self._held) - self._held_new()
         self._release()
 
@@ -172,6 +174,7 @@ class WorkerClient:
     def worker_retired(self) -> None:
         """Another worker takes the present one's place: take everything back."""
         self._take_back()
+        self.settled.clear()
         self._set(reloads=self._state.reloads + 1, stats=EngineStats())
         if self._state.status in ("ready", "silent"):
             self._set(status="restarting", message="the worker is being replaced")
@@ -185,6 +188,7 @@ class WorkerClient:
                 log.error("request given up: the worker died on it", extra={"request_id": request_id})
                 self._close(request_id).fail(InternalFault("the engine failed on this request, alone and twice"))
         self._take_back()
+        self.settled.clear()
         self._set(restarts=self._state.restarts + 1, stats=EngineStats())
         if self._state.status in ("ready", "silent", "restarting"):
             self._set(status="restarting", message=death.reason, detail=death.detail)
@@ -192,6 +196,7 @@ class WorkerClient:
     def gave_up(self, reason: str, detail: str = "") -> None:
         """No worker will come; ``reason`` is one line that anybody may read."""
         self._link = None
+        self.settled.set()
         self._set(status="failed", message=reason, detail=detail, stats=EngineStats())
         self.fail_all(InternalFault("the engine failed and cannot be restarted"))
 

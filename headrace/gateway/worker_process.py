@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.worker.log_lines import read_line
 from headrace.worker.protocol import (
     EXIT_START_FAILED,
     ToGateway,
@@ -105,7 +106,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the gateway alone
+            start_new_session=True,  # a Ctrl-C in the terminal is for the gateway alone; one group to end
         )
         start = WorkerStart(
             engine=engine,
@@ -130,14 +131,14 @@ class WorkerProcess:
     def kill(self, reason: str = "") -> None:
         """End the process now; ``reason`` marks a fault (a hang), none an orderly stop."""
         self._killed_for = self._killed_for or reason
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self._end_group()
 
     async def wait(self) -> WorkerDeath:
         """Log the worker's lines until it is dead; all its messages have been passed on by then."""
         assert self._process is not None and self._process.stdout is not None
         pump = asyncio.create_task(self._pump_lines(self._process.stdout))
         code = await self._process.wait()
+        self._end_group()
         await asyncio.wait({pump}, timeout=1.0)  # a grandchild may hold the pipe open
         pump.cancel()
         await asyncio.sleep(_FLUSH_S)
@@ -177,6 +178,11 @@ class WorkerProcess:
 
     # -- inside
 
+    def _end_group(self) -> None:
+        """The worker, and what it started (compilers at a first start)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     async def _pump_lines(self, stdout: asyncio.StreamReader) -> None:
         rest = b""
         while chunk := await stdout.read(65536):
@@ -190,9 +196,10 @@ class WorkerProcess:
 
     def _log_line(self, raw: bytes) -> None:
         line = raw[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
-        if line:
-            self._last_line = line
-            worker_log.info(line)
+        level, text = read_line(line)
+        if text:
+            self._last_line = text
+            worker_log.log(level, "%s", text)
 
     def _death(self, code: int) -> WorkerDeath:
         in_step = read_step_record(self._record)

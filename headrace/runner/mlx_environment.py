@@ -17,7 +17,7 @@ is freed between them does not return: a worker under overload grew by 100 MiB i
 stays flat.
 
 What MLX compiles it puts into the temporary folder as C++ finds it, which throws when the environment names one
-that is not there; Python takes the next that is.
+that is not there, and where that cannot be written to; Python takes the next that can.
 """
 
 from __future__ import annotations
@@ -43,13 +43,22 @@ _HEAP = {_MMAP_THRESHOLD: 256 << 10, _TRIM_THRESHOLD: 1 << 20}
 def prepare() -> None:
     """Set what is not set. Call before MLX is imported."""
     named = next((os.environ[name] for name in _TEMPORARY if name in os.environ), None)
-    if named is not None and not os.path.isdir(named):
+    if named is not None and not _takes_folders(named):
         os.environ["TMPDIR"] = tempfile.gettempdir()
     if sys.platform == "darwin":
         return  # Metal reads the last two as well, and its defaults are right there
     _settle_heap()
     for name, value in _CUDA.items():
         os.environ.setdefault(name, value)
+
+
+def _takes_folders(parent: str) -> bool:
+    """Tried, not asked: a full or read-only disk says yes when asked."""
+    try:
+        with tempfile.TemporaryDirectory(dir=parent):
+            return True
+    except OSError:
+        return False
 
 
 def _settle_heap() -> None:

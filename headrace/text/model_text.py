@@ -59,12 +59,16 @@ def load(path: str | Path, chat_template_file: str | None = None) -> ModelText:
     """
     path = Path(path)
     override = None if chat_template_file is None else _read_template_file(Path(chat_template_file))
-    if path.is_dir():
-        return _load_folder(path, override)
-    return _load_gguf(path, override)
+    try:
+        return _load_folder(path, override) if path.is_dir() else _load_gguf(path, override)
+    except OSError as error:
+        name = Path(error.filename or path).name
+        raise ModelFileError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 def _load_folder(folder: Path, override: str | None) -> ModelText:
+    if not any(folder.iterdir()):
+        raise ModelFileError(f"{folder.name}: the folder is empty")
     config = read_optional(folder / "config.json")
     generation = read_optional(folder / "generation_config.json")
     tokenizer = load_folder_tokenizer(folder)

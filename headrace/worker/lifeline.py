@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 
 
@@ -21,4 +22,6 @@ def _watch(fd: int, folder: str) -> None:
     while os.read(fd, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():  # what it started (compilers) ends with it
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -27,6 +27,7 @@ from headrace.errors import StartupError
 from headrace.worker.engine import Engine, MemoryUse, Runner
 from headrace.worker.grammar_queue import Compiler
 from headrace.worker.lifeline import end_with_parent
+from headrace.worker.log_lines import LineFormatter
 from headrace.worker.mailbox import HeartbeatThread, Mailbox
 from headrace.worker.memory_watch import CHECK_IDLE_S, MemoryWatch, PoolMemory
 from headrace.worker.protocol import (
@@ -72,7 +73,9 @@ def run_worker(load: Load) -> int:
     ``load`` raises ``StartupError`` for a permanent fault; anything else it raises is a crash.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(LineFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[lines])
     stdin = sys.stdin.fileno()
     start = read_start(stdin)
     end_with_parent(stdin, start.folder)

@@ -95,11 +95,35 @@ def test_help_imports_nothing_heavy() -> None:
         (("serve", ""), "the model's name is empty"),
         (("model", "inspect", " "), "the model's name is empty"),
         (("serve", "caf\udce9"), "no text in the system's encoding"),
+        (("serve", "--revision", "main"), "--revision is for models from a hub"),
+        (("serve", "a" * 300), "cannot be read: File name too long"),
+        (("plan", "a" * 300), "cannot be read: File name too long"),
+        (("model", "inspect", "a" * 300), "cannot be read: File name too long"),
+        (("serve", "--memory-headroom", "1"), "must be a number, at least 0 and below 1; got '1'"),
+        (("serve", "--gpu-memory-utilization", "0"), "must be a number above 0 and at most 1; got '0'"),
     ],
 )
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
     code, out, err = call(capsys, *words)
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1, err
+
+
+def test_a_file_that_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a" * 300
+    code, out, err = call(capsys, "service", "install", "--path", name)
+    assert (code, out, err) == (1, "", f"headrace service: {name}: File name too long\n")
+
+
+@pytest.mark.parametrize("words", [("serve",), ("plan",), ("model", "inspect")])
+@pytest.mark.parametrize("name", ["config.json", None])
+def test_a_folder_that_cannot_be_read_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], name: str | None
+) -> None:
+    if name is not None:
+        (tmp_path / name).symlink_to("a" * 300)
+    code, out, err = call(capsys, *words, str(tmp_path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert (f"{name}: cannot be read: File name too long" if name else ": the folder is empty") in err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from headrace.cli import serve
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "headrace.cli.main", "serve"]
@@ -74,6 +77,22 @@ def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait(timeout=60)
         if process.stdout is not None:
             process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_the_model_is_fetched_a_hangup_ends_nothing_and_a_stop_does(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def fetch(argv: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        reached.append("behind the hangup")
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was not heard")
+
+    reached: list[str] = []
+    monkeypatch.setattr(serve, "read_config", fetch)
+    assert serve.run([]) == 0
+    assert reached == ["behind the hangup"]
 
 
 def post(url: str, body: dict[str, object]) -> dict[str, object]:

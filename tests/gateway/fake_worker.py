@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,7 +73,7 @@ class FakeRunner:
 
 def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     """``step_s``: time per step; ``fail``: a permanent fault; ``crash``: die; ``crash_once``/``block``: a file
-    that must not exist yet / must exist for loading to go on."""
+    that must not exist yet / must exist for loading to go on; ``child``: note a program's pid there."""
     behaviour = json.loads(config.model)
     progress("weights", 0.5)
     if "fail" in behaviour:
@@ -83,6 +84,8 @@ def load(config: EngineConfig, progress: Progress) -> LoadedEngine:
     if "crash_once" in behaviour and not Path(behaviour["crash_once"]).exists():
         Path(behaviour["crash_once"]).touch()
         os._exit(1)
+    if "child" in behaviour:
+        Path(behaviour["child"]).write_text(str(subprocess.Popen(["sleep", "300"]).pid))
     while "block" in behaviour and not Path(behaviour["block"]).exists():
         time.sleep(0.01)
     layout = KVLayout(16, (LayerGroup("full", 1, 64),))

@@ -23,10 +23,10 @@ import pytest
 from engine_harness import engine_config, expected, request
 
 from headrace.config import ServerConfig
+from headrace.gateway.early_signals import early_signals
 from headrace.gateway.server import (
     EXIT_STOPPED,
     bind,
-    early_signals,
     is_loopback,
     ready_line,
     refuse_exposure,
@@ -117,6 +117,21 @@ def read_to_end(connection: socket.socket) -> bytes:
     while data := connection.recv(65536):
         received += data
     return received
+
+
+def begun(server: Server) -> psutil.Process:
+    """The worker, which need not be ready."""
+    while len(psutil.Process(server.process.pid).children()) != 1:
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the gateway listens to signals
+    return server.worker()
+
+
+def ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to reap it
+    except psutil.NoSuchProcess:
+        return True
 
 
 def gone(process: psutil.Process) -> bool:
@@ -256,6 +271,38 @@ def test_a_hangup_before_the_loop_runs_waits() -> None:
     with early_signals() as hangups:
         os.kill(os.getpid(), signal.SIGHUP)
         assert hangups == [signal.SIGHUP]
+
+
+def test_no_folder_for_temporary_files_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    config = ServerConfig(engine=engine_config(), served_model_names=("m",), port=0)
+    assert run_server(config, lambda *args: None) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: no folder for temporary files (") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_a_worker_started_ends_with_the_server(
+    start: Any, tmp_path: Path, number: signal.Signals, loaded: bool
+) -> None:
+    """Compilers, at a first start."""
+    noted = tmp_path / "child"
+    more = {} if loaded else {"block": str(tmp_path / "never")}
+    server = start(behaviour={"child": str(noted), **more})
+    if loaded:
+        server.ready()
+    while not (noted.exists() and noted.read_text()):
+        time.sleep(0.05)
+    child = psutil.Process(int(noted.read_text()))
+    server.signal(number)
+    server.end()
+    deadline = time.monotonic() + 10
+    while not ended(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ended(child)
 
 
 def test_a_client_that_never_reads_does_not_hold_up_the_stop(start: Any) -> None:
@@ -416,6 +463,60 @@ def test_hangup_replaces_the_worker_and_loses_nothing(start: Any) -> None:
     assert client.lines == [*map(str, expected(request("r", 200))), "end"]
     server.signal(signal.SIGTERM)
     assert server.end()[0] == 0
+
+
+def test_hangups_while_no_worker_steps_wait_for_one(start: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = start(behaviour={"block": str(gate)})
+    first = begun(server)
+    server.signal(signal.SIGHUP)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert first.is_running()
+    gate.touch()
+    server.ready()
+    assert gone(first)  # replaced, once
+    time.sleep(1)
+    second = server.worker()
+    gate.unlink()
+    second.kill()
+    assert gone(second)
+    third = begun(server)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.3)
+    gate.touch()
+    assert gone(third)
+    Client(server, "r", 5).join()
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert (code, err.count("reload: done"), err.count("Traceback")) == (0, 2, 0)
+    assert err.count("reload: waits until a worker is ready") == 2
+
+
+def test_a_hangup_during_a_reload_is_another_reload(start: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    server = start(behaviour={"block": str(gate)}).ready()
+    gate.unlink()
+    server.signal(signal.SIGHUP)
+    time.sleep(1)
+    server.signal(signal.SIGHUP)
+    time.sleep(0.3)
+    gate.touch()
+    time.sleep(3)
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert (code, err.count("reload: done"), err.count("ERROR")) == (0, 2, 0)
+
+
+def test_what_a_worker_warns_of_is_a_warning_here(start: Any) -> None:
+    server = start(log_level="warning").ready()
+    bad = Client(server, "bad", 10, marks=[901])
+    bad.join()
+    server.signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert code == 0 and " ERROR worker: step poisoned" in err
+    assert " ERROR worker: RuntimeError: the device reported a fault" in err and " INFO " not in err
 
 
 def test_small_parts() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.files import cache_folder
 from headrace.runner.kernels import native_extension
 from headrace.runner.kernels.native_extension import Extension, ExtensionError, build_ahead, load
 
@@ -39,6 +40,15 @@ def test_who_comes_while_it_is_built_waits_for_it(extension: Extension, monkeypa
     waiting.join(30)
     assert built == [["one.cpp"]] and found[0].read_bytes() == b"library"
     assert native_extension._built(extension) == found[0] and len(built) == 1
+
+
+def test_what_a_killed_build_left_is_cleared_away(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_extension, "_compile", lambda target, units, flags: target.write_bytes(b"library"))
+    folder = cache_folder("extensions")
+    for name in (".one-0123.so.abc", ".another-0123.so.abc"):
+        (folder / name).touch()
+    target = native_extension._built(extension)
+    assert {path.name for path in folder.iterdir()} == {target.name, "one.lock", ".another-0123.so.abc"}
 
 
 def test_a_fault_on_the_way_is_told_at_load(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:

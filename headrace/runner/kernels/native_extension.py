@@ -109,6 +109,8 @@ def _built(extension: Extension) -> Path:
     if not target.exists():
         with locked(folder, extension.name):
             if not target.exists():
+                for stray in folder.glob(f".{extension.name}-*"):  # of builds that were killed
+                    stray.unlink(missing_ok=True)
                 units = [file for file in extension.files if file.suffix == ".cpp"]
                 with appearing(target) as built:
                     _compile(built, units, extension.all_flags)
