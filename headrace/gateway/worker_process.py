@@ -131,7 +131,8 @@ class WorkerProcess:
     def kill(self, reason: str = "") -> None:
         """End the process now; ``reason`` marks a fault (a hang), none an orderly stop."""
         self._killed_for = self._killed_for or reason
-        self._end_group()
+        if self._process is not None and self._process.returncode is None:  # else the pid may be another's by now
+            self._end_group()
 
     async def wait(self) -> WorkerDeath:
         """Log the worker's lines until it is dead; all its messages have been passed on by then."""
