@@ -33,7 +33,7 @@ from headrace.runner.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-BLOCK, CHUNK, CONTEXT = 16, 1024, 8192
+BLOCK, CHUNK, CONTEXT = 16, 1024, 4096  # eight windows
 GEMMA_CONTEXT = 1024  # two windows
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 SPREAD = 0.01  # largest difference of a logit, as a share of the logits' spread
