@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,10 @@ import pytest
 from http_harness import CONFIG, Api, StreamedAnswer, chat_body
 from support import scripted
 
+from headrace.api.grammar_check import GrammarCheck
+from headrace.api.openai import constraints
+from headrace.errors import InvalidRequest, NotReady
+from headrace.params import Grammar
 from headrace.text import model_text
 
 TOOLS = [
@@ -84,6 +89,30 @@ def test_a_tool_that_cannot_be_kept_to_is_named(
     assert error["param"] == next(iter(fields))
     assert error["message"].startswith(f'{error["param"]} cannot be kept to: the tool "odd": '), error
     assert api.chat(tools=TOOLS, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("first", [constraints.NAMING_S + 1.0, NotReady("others come first", retry_after_s=1.0)])
+def test_finding_the_tool_takes_bounded_time(
+    parsing: Api, monkeypatch: pytest.MonkeyPatch, first: float | NotReady
+) -> None:
+    """Else one request of many tools that take long each would hold the compiler for minutes."""
+    asked: list[str] = []
+    now = [0.0]
+
+    async def check(self: object, grammar: Grammar, param: str, part: str = "") -> None:
+        asked.append(part)
+        if not part:
+            raise InvalidRequest(f"{param} cannot be kept to: it is too complex", param=param)
+        if isinstance(first, NotReady):
+            raise first
+        now[0] += first
+
+    monkeypatch.setattr(GrammarCheck, "check", check)
+    monkeypatch.setattr(constraints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    answer = parsing.chat(tools=TOOLS, tool_choice="required")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "tool_choice cannot be kept to: it is too complex"
+    assert len(TOOLS) > 1 and len(asked) == 2  # the whole, and the first tool
 
 
 def test_an_odd_form_is_not_blamed_on_a_tool(parsing: Api) -> None:

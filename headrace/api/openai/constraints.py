@@ -10,14 +10,16 @@ Every dialect turns its own spelling into these fields, so this is the one place
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from headrace.api.fields import shown
 from headrace.api.grammar_check import refusal
 from headrace.api.openai.schema import ChatFields, SamplingFields
 from headrace.api.services import Services
-from headrace.errors import GrammarError, InvalidRequest
+from headrace.errors import GrammarError, InvalidRequest, NotReady
 from headrace.params import Grammar
 from headrace.text.grammars import content
 from headrace.text.grammars.call_forms import MAX_CALLS
@@ -26,6 +28,8 @@ from headrace.text.grammars.content import Entry
 from headrace.text.tools import definitions
 
 _KINDS = ("json", "regex", "choice", "grammar")
+# Seconds after which no further tool is compiled to find the one that a refusal is about.
+NAMING_S = 5.0
 
 Demand = tuple[str, Entry]
 
@@ -114,11 +118,22 @@ async def chat_grammar(
     try:
         await services.grammars.check(grammar, param)
     except InvalidRequest:
-        for tool in callable_tools:
-            alone = answer.build(None, definitions([tool]))
-            await services.grammars.check(alone, param, f"the tool {shown(tool['function']['name'])}")
+        with suppress(NotReady):  # the refusal stands without the tool's name
+            await _name_the_tool(services, answer, callable_tools, param)
         raise
     return grammar
+
+
+async def _name_the_tool(
+    services: Services, answer: AnswerGrammar, tools: Sequence[Mapping[str, Any]], param: str
+) -> None:
+    """Raises InvalidRequest that names the first tool which cannot be kept to alone, if that is found in time."""
+    end_s = time.monotonic() + NAMING_S
+    for tool in tools:
+        if time.monotonic() > end_s:
+            return
+        alone = answer.build(None, definitions([tool]))
+        await services.grammars.check(alone, param, f"the tool {shown(tool['function']['name'])}")
 
 
 async def completion_grammar(services: Services, fields: SamplingFields) -> Grammar | None:
