@@ -42,7 +42,7 @@ from headrace.gateway.http_protocol import LimitedHttpProtocol
 from headrace.gateway.metrics import Metrics
 from headrace.gateway.reload import changes_http, fits_twice, needs_restart, refusal, with_fixed
 from headrace.gateway.side_engines import SideEngines
-from headrace.gateway.supervisor import Supervisor
+from headrace.gateway.supervisor import RELOADING, Supervisor
 from headrace.gateway.worker_client import WorkerClient
 from headrace.gateway.worker_process import WORKER_COMMAND
 
@@ -273,7 +273,7 @@ class _Server:
 
     async def _reload_now(self) -> str:
         if self._reloading.locked():
-            return "a reload is under way already"
+            return RELOADING
         async with self._reloading:
             return await self._reload()
 

@@ -42,6 +42,7 @@ FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 30.0
 KILLED_BACKOFF_S = 1.0
 STOP_S = 1.0
+RELOADING = "a reload is under way already"
 _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.05
 
@@ -162,7 +163,7 @@ class Supervisor:
     async def reload(self, engine: EngineConfig, *, side_by_side: bool) -> str:
         """Put a worker of ``engine`` in the present one's place; "" when it steps, else why it does not."""
         if self._reload is not None:
-            return "a reload is under way already"
+            return RELOADING
         if self._stop.is_set() or self._present is None or self._present.ready is None:
             return "there is no running worker to replace; try again when the server is ready"
         outcome = self._reload = asyncio.get_running_loop().create_future()
